@@ -1,0 +1,1 @@
+"""What train.py and infer.py share: arms, the loop, timing, tracking, report."""

@@ -1,0 +1,84 @@
+"""What a model gives the engine: everything the loop needs to train, evaluate and count, and nothing about how it loops."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training under one rule: the transformer has one, a PINN has Adam, then L-BFGS.
+
+    optimizers  makes the optimizers of a model's parameters; their learning rates are the peaks of the schedule.
+    steps       how many steps it lasts.
+    schedule    the factor on the learning rates at a step counted from the phase's start (warm-up, cosine).
+    """
+
+    name: str
+    steps: int
+    optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]]
+    schedule: Callable[[int], float]
+
+
+class Task(ABC):
+    """One model on one set of data, the same for every arm."""
+
+    name: str
+    """The model's name: "transformer"."""
+    unit: str
+    """What throughput counts: "tokens"."""
+    slots: tuple[str, ...]
+    """The slots of the model as configured, in the order tables show them."""
+
+    @abstractmethod
+    def build(self, ops: Mapping[str, Callable[..., Any]]) -> nn.Module:
+        """The model with these functions in its slots, on the CPU in fp32, its weights drawn from the current generator."""
+
+    @abstractmethod
+    def batch(self, step: int, rank: int = 0) -> Batch:
+        """The training batch of a step: a pure function of (seed, step, rank), tensors on the CPU."""
+
+    @abstractmethod
+    def units(self, batch: Batch) -> int:
+        """How many units of work a batch is."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        """The mean loss of a batch on the model's device, and the count it was averaged over."""
+
+    @abstractmethod
+    def validation(self) -> Iterable[Batch]:
+        """The whole validation set, in batches whose sizes may differ."""
+
+    def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
+        """Metrics over the validation batches (already on the device), "loss" among them, each weighted by its count."""
+        total, count = 0.0, 0
+        for batch in batches:
+            loss, n = self.loss(model, batch)
+            total += float(loss) * n
+            count += n
+        return {"loss": total / count}
+
+    @abstractmethod
+    def phases(self) -> list[Phase]:
+        """The phases of training, in order."""
+
+    @abstractmethod
+    def flops_per_step(self) -> int | None:
+        """Model FLOPs of one training step (forward and backward, without recomputation), or None where unknown."""
+
+    def describe(self, model: nn.Module) -> dict[str, str]:
+        """What to print before training: parameters, data, the split and its sizes."""
+        return {}
+
+    def references(self) -> dict[str, float]:
+        """Losses of simple predictors on the same validation set, to print beside the model's own."""
+        return {}

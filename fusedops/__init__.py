@@ -1,0 +1,8 @@
+"""Fused Triton operators registered with PyTorch."""
+
+from fusedops.operators.silu import silu
+from fusedops.operators.silu_mul import silu_mul
+from fusedops.operators.smooth_relu import smooth_relu
+
+__version__ = "0.1.0"
+__all__ = ["silu", "silu_mul", "smooth_relu"]

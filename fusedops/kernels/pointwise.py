@@ -1,0 +1,36 @@
+"""What the pointwise kernels share: one flat pass over dense tensors of equal strides."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+NUM_WARPS = 4  # 8 elements a thread: 16 bytes of a half type
+
+
+def grid(elements: int) -> tuple[int]:
+    """One program a block of BLOCK elements."""
+    return (triton.cdiv(elements, BLOCK),)
+
+
+@triton.jit
+def flat_offsets(elements, BLOCK: tl.constexpr):
+    """This program's offsets, 64-bit since a tensor may pass 2^31 elements, and which of them exist."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return offsets, offsets < elements
+
+
+@triton.jit
+def load_computing(pointer, offsets, mask):
+    """Loads into the dtype of the arithmetic: float64 stays, all others become float32."""
+    value = tl.load(pointer + offsets, mask=mask, other=0.0)
+    if value.dtype != tl.float64:
+        value = value.to(tl.float32)
+    return value
+
+
+@triton.jit
+def scalar(value, dtype: tl.constexpr):
+    """A number as a tensor of one element. The kernel's parameter is annotated `tl.float64`: a float would arrive as fp32."""
+    return tl.full((1,), value, dtype)

@@ -1,0 +1,47 @@
+"""Triton kernels of silu and its gradient."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedops.kernels.pointwise import BLOCK, NUM_WARPS, flat_offsets, grid, load_computing
+from fusedops.operators.pointwise import in_layout_of
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def silu_kernel(x_pointer, y_pointer, elements, BLOCK: tl.constexpr):
+    offsets, mask = flat_offsets(elements, BLOCK)
+    x = load_computing(x_pointer, offsets, mask)
+    tl.store(y_pointer + offsets, x / (1.0 + tl.exp(-x)), mask=mask)
+
+
+@triton.jit
+def silu_backward_kernel(grad_pointer, x_pointer, y_pointer, elements, BLOCK: tl.constexpr):
+    offsets, mask = flat_offsets(elements, BLOCK)
+    grad = load_computing(grad_pointer, offsets, mask)
+    x = load_computing(x_pointer, offsets, mask)
+    s = sigmoid(x)
+    tl.store(y_pointer + offsets, grad * s * (1.0 + x * (1.0 - s)), mask=mask)
+
+
+def silu(x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    if x.numel():
+        silu_kernel[grid(x.numel())](in_layout_of(x, y), y, x.numel(), BLOCK, num_warps=NUM_WARPS)
+    return y
+
+
+def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    if x.numel():
+        grad, x = in_layout_of(grad, y), in_layout_of(x, y)
+        silu_backward_kernel[grid(x.numel())](grad, x, y, x.numel(), BLOCK, num_warps=NUM_WARPS)
+    return y

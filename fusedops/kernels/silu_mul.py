@@ -1,0 +1,51 @@
+"""Triton kernels of silu_mul and its gradient."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedops.kernels.pointwise import BLOCK, NUM_WARPS, flat_offsets, grid, load_computing
+from fusedops.kernels.silu import sigmoid
+from fusedops.operators.pointwise import in_layout_of
+
+
+@triton.jit
+def silu_mul_kernel(gate_pointer, up_pointer, y_pointer, elements, BLOCK: tl.constexpr):
+    offsets, mask = flat_offsets(elements, BLOCK)
+    gate = load_computing(gate_pointer, offsets, mask)
+    up = load_computing(up_pointer, offsets, mask)
+    tl.store(y_pointer + offsets, gate / (1.0 + tl.exp(-gate)) * up, mask=mask)
+
+
+@triton.jit
+def silu_mul_backward_kernel(
+    grad_pointer, gate_pointer, up_pointer, dgate_pointer, dup_pointer, elements, BLOCK: tl.constexpr
+):
+    offsets, mask = flat_offsets(elements, BLOCK)
+    grad = load_computing(grad_pointer, offsets, mask)
+    gate = load_computing(gate_pointer, offsets, mask)
+    up = load_computing(up_pointer, offsets, mask)
+    s = sigmoid(gate)
+    tl.store(dgate_pointer + offsets, grad * up * s * (1.0 + gate * (1.0 - s)), mask=mask)
+    tl.store(dup_pointer + offsets, grad * gate * s, mask=mask)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    y = torch.empty_like(gate)
+    if gate.numel():
+        gate, up = in_layout_of(gate, y), in_layout_of(up, y)
+        silu_mul_kernel[grid(y.numel())](gate, up, y, y.numel(), BLOCK, num_warps=NUM_WARPS)
+    return y
+
+
+def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    dgate, dup = torch.empty_like(gate), torch.empty_like(gate)
+    if gate.numel():
+        grad, gate, up = (in_layout_of(t, dgate) for t in (grad, gate, up))
+        silu_mul_backward_kernel[grid(dgate.numel())](
+            grad, gate, up, dgate, dup, dgate.numel(), BLOCK, num_warps=NUM_WARPS
+        )
+    return dgate, dup

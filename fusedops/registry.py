@@ -1,0 +1,27 @@
+"""The operators, by name: what tests, benchmarks, inspection and the tables of the documentation go through."""
+
+from __future__ import annotations
+
+from fusedops.operators.silu import silu_backward_operator, silu_operator
+from fusedops.operators.silu_mul import silu_mul_backward_operator, silu_mul_operator
+from fusedops.operators.smooth_relu import smooth_relu_backward_operator, smooth_relu_operator
+from fusedops.registration import Operator
+
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator
+    for operator in (
+        silu_operator,
+        silu_backward_operator,
+        silu_mul_operator,
+        silu_mul_backward_operator,
+        smooth_relu_operator,
+        smooth_relu_backward_operator,
+    )
+}
+
+
+def operator(name: str) -> Operator:
+    """The operator `name`. Raises KeyError naming those that exist."""
+    if name not in OPERATORS:
+        raise KeyError(f"no operator {name!r}; there are {', '.join(OPERATORS)}")
+    return OPERATORS[name]
