@@ -21,7 +21,7 @@ class Implementation:
     """One way to fill a slot: a plain module-level function of the slot's signature.
 
     operators: what a profile of one call shows, forward and, where it has one, backward: "fusedops::silu_mul" of ours,
-    "aten::silu" of stock PyTorch. A fused slot whose operators do not show, with no fallback announced, swapped nothing.
+    "aten::silu" of stock PyTorch. A fused slot that shows none of its own, with no fallback announced, swapped nothing.
     """
 
     slot: str
@@ -46,7 +46,9 @@ class Slot:
     def implementation(self, name: str) -> Implementation:
         """The implementation `name`. Raises KeyError naming those that exist."""
         if name not in self.implementations:
-            raise KeyError(f"ops.{self.name}={name}: no such implementation; there are {', '.join(self.implementations)}")
+            raise KeyError(
+                f"ops.{self.name}={name}: no such implementation; there are {', '.join(self.implementations)}"
+            )
         return self.implementations[name]
 
 
