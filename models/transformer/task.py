@@ -1,0 +1,156 @@
+"""The transformer as the engine trains it: next-byte prediction on the standard library's source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.task import Batch, Phase, Task
+from models.transformer import data as text
+from models.transformer.config import ModelConfig, StdlibConfig, slots_of
+from models.transformer.count_model import witten_bell
+
+if TYPE_CHECKING:
+    from models.transformer.model import TransformerConfig
+
+BETAS = (0.9, 0.95)
+REFERENCE_ORDER = 3
+
+
+class TransformerTask(Task):
+    """A language model on byte tokens.
+
+    model            its architecture.
+    data             its text.
+    steps            training steps.
+    batch_size       sequences a step, each of model.context tokens.
+    eval_batch_size  sequences a validation batch.
+    learning_rate    AdamW's at the schedule's peak: linear up over warmup_steps, a cosine down to min_lr_ratio of it.
+    weight_decay     decoupled, on matrices, embeddings among them; biases and norms have none.
+    seed             of the training batches.
+
+    Raises ValueError, naming the key, for a vocabulary too small for bytes or a number out of range; what `data.load`
+    raises where the text cannot be read.
+    """
+
+    name = "transformer"
+    unit = "tokens"
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        data: StdlibConfig,
+        *,
+        steps: int,
+        batch_size: int,
+        eval_batch_size: int,
+        learning_rate: float,
+        weight_decay: float,
+        warmup_steps: int,
+        min_lr_ratio: float,
+        seed: int,
+    ) -> None:
+        self.architecture = model.architecture()
+        vocab_size = self.architecture["vocab_size"]
+        if vocab_size < text.VOCABULARY:
+            raise ValueError(f"model.vocab_size={vocab_size}: must be at least {text.VOCABULARY} for byte tokens")
+        for key, value in (("steps", steps), ("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
+            if value < 1:
+                raise ValueError(f"train.{key}={value}: must be at least 1")
+        if not 0 <= warmup_steps <= steps:
+            raise ValueError(f"train.warmup_steps={warmup_steps}: must be from 0 to steps={steps}")
+        self.context: int = self.architecture["context"]
+        self.slots = slots_of(self.architecture["mlp"])
+        self.steps = steps
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.warmup_steps = warmup_steps
+        self.min_lr_ratio = min_lr_ratio
+        self.seed = seed
+        self.corpus = text.load(text.stdlib_root(), data.validation_fraction)
+
+    def config(self) -> TransformerConfig:
+        """The configuration of the model."""
+        from models.transformer.model import TransformerConfig  # transformers takes seconds to import
+
+        return TransformerConfig.from_architecture(self.architecture)
+
+    def build(self, ops: Mapping[str, Callable[..., Any]]) -> nn.Module:
+        from models.transformer.model import Transformer, TransformerOps
+
+        return Transformer(self.config(), TransformerOps(**ops))
+
+    def batch(self, step: int, rank: int = 0) -> Batch:
+        return text.random_windows(self.corpus.train, self.context, self.batch_size, self.seed, step, rank)
+
+    def units(self, batch: Batch) -> int:
+        return batch["targets"].numel()
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        output = model(input_ids=batch["input_ids"], shift_labels=batch["targets"])
+        return output.loss, batch["targets"].numel()
+
+    def validation(self) -> Iterable[Batch]:
+        return text.consecutive_windows(self.corpus.validation, self.context, self.eval_batch_size)
+
+    def phases(self) -> list[Phase]:
+        return [Phase("adamw", self.steps, self._optimizers, self._schedule)]
+
+    def _optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return [torch.optim.AdamW(groups, lr=self.learning_rate, betas=BETAS, fused=True)]
+
+    def _schedule(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    def flops_per_step(self) -> int:
+        """6 a token and weight of every product, and attention's own products, those above the diagonal left out.
+
+        A product of forward costs 2 a weight and token, and backward twice that. The two products of attention cost
+        4 d_model a query and key forward, for S (S + 1) / 2 such pairs a sequence.
+        """
+        a = self.architecture
+        d_model, head_dim = a["d_model"], a["d_model"] // a["n_head"]
+        attention = d_model * (a["n_head"] + 2 * a["n_kv_head"]) * head_dim + d_model * d_model
+        mlp = (3 if a["mlp"] == "swiglu" else 2) * d_model * a["d_ff"]
+        weights = a["n_layer"] * (attention + mlp) + d_model * a["vocab_size"]
+        pairs = self.context * (self.context + 1) // 2
+        products = 6 * weights * self.context + 3 * 4 * d_model * pairs * a["n_layer"]
+        return self.batch_size * products
+
+    def describe(self, model: nn.Module) -> dict[str, str]:
+        count = sum(p.numel() for p in model.parameters())
+        a = self.architecture
+        return {
+            "model": (
+                f"{count:,} parameters: {a['n_layer']} layers, width {a['d_model']}, {a['n_head']} heads "
+                f"({a['n_kv_head']} of keys and values), {a['mlp']} MLP of {a['d_ff']}, {a['norm']}, "
+                f"{a['positions']} positions"
+            ),
+            "data": self.corpus.describe(),
+            "training": (
+                f"{self.steps:,} steps of {self.batch_size} x {self.context} tokens, "
+                f"{self.steps * self.batch_size * self.context / len(self.corpus.train):.2f} passes over the text"
+            ),
+        }
+
+    def references(self) -> dict[str, float]:
+        return {f"order-{REFERENCE_ORDER} Witten-Bell": self._count_model_loss}
+
+    @cached_property
+    def _count_model_loss(self) -> float:
+        return witten_bell(self.corpus.train, self.corpus.validation, REFERENCE_ORDER)
