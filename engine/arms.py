@@ -1,0 +1,57 @@
+"""Arms: the operator sets a comparison trains, one implementation for each slot of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import unknown
+from fusedops.slots import SLOTS, Implementation
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One operator set: its name is the set, then the slots that depart from it ("fused,attention=native")."""
+
+    name: str
+    implementations: tuple[Implementation, ...]
+    """One for each slot of the model, in the model's order."""
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """What each slot calls."""
+        return {implementation.slot: implementation.function for implementation in self.implementations}
+
+
+def operator_set(name: str, slots: Sequence[str], overrides: dict[str, str | None] | None = None) -> Arm:
+    """The set `name` over these slots, with an override where one is given (None inherits the set's).
+
+    Raises ConfigError for a set, a slot or an implementation that does not exist, naming those that do.
+    """
+    given = {slot: chosen for slot, chosen in (overrides or {}).items() if chosen is not None}
+    for slot, chosen in given.items():
+        if slot not in slots:
+            raise unknown(f"ops.{slot}={chosen}", "slot of this model", slot, slots)
+    implementations = []
+    for slot in slots:
+        existing = SLOTS[slot].implementations
+        chosen = given.get(slot, name)
+        if chosen not in existing:
+            key = f"ops.{slot}" if slot in given else "ops"
+            raise unknown(f"{key}={chosen}", f"implementation of {slot}", chosen, existing)
+        implementations.append(existing[chosen])
+    departures = [f"{slot}={given[slot]}" for slot in slots if given.get(slot, name) != name]
+    return Arm(",".join([name, *departures]), tuple(implementations))
+
+
+def arms_of(ops: Any, baseline: str, slots: Sequence[str]) -> tuple[list[Arm], str | None]:
+    """The arms that a configuration asks for, the baseline first, and the baseline's name (None where there is none).
+
+    ops: an OpsConfig. An operator set that is the baseline's makes one arm.
+    """
+    arm = operator_set(ops.set, slots, {slot: getattr(ops, slot) for slot in SLOTS})
+    if baseline == "none":
+        return [arm], None
+    first = operator_set(baseline, slots)
+    return ([first] if first.implementations == arm.implementations else [first, arm]), first.name

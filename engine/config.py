@@ -1,0 +1,168 @@
+"""The schema behind configs/: dataclasses that refuse a wrong key or type, range checks, and what they resolve to.
+
+The schema of a model's own keys is generated from its package, that of the operators from the slots of fusedops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, make_dataclass
+from datetime import datetime
+from typing import Any, Protocol
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from engine.errors import ConfigError, unknown
+from fusedops.slots import SLOTS
+
+
+class ModelPackage(Protocol):
+    """What a package of models/ exports."""
+
+    Task: Callable[..., Any]
+    """The engine's task (`engine.task.Task`), of keyword arguments model, data and the numbers of training."""
+    ModelConfig: type
+    """A dataclass of name, preset and keys that depart from it; its method `architecture` has the preset filled in."""
+    PRESETS: Mapping[str, Any]
+    """The presets, by name."""
+    DATA: Mapping[str, type]
+    """The sources of data it can be trained on, each a dataclass of keys, its name among them."""
+
+
+def _number(default: float, low: float, high: float = float("inf")) -> Any:
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+def _choice(default: str, *others: str) -> Any:
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
+@dataclass
+class TrainConfig:
+    """How a model is trained and timed."""
+
+    steps: int = _number(500, 1)
+    """Training steps of each arm."""
+    batch_size: int = _number(16, 1)
+    """Sequences, samples or points a step."""
+    eval_batch_size: int = _number(64, 1)
+    """The same in a batch of the validation set."""
+    learning_rate: float = _number(1e-3, 0)
+    """The peak of the schedule."""
+    weight_decay: float = _number(0.1, 0)
+    """Decoupled weight decay of the matrices."""
+    warmup_steps: int = _number(50, 0)
+    """Steps over which the learning rate rises from zero to its peak."""
+    min_lr_ratio: float = _number(0.1, 0, 1)
+    """Where the cosine schedule ends, as a share of the peak."""
+    grad_clip: float = _number(1.0, 0)
+    """The largest norm of the gradient; 0 clips nothing."""
+    precision: str = _choice("fp32", "bf16", "fp16")
+    """The dtype of autocast: fp32 is none, fp16 scales the loss."""
+    tf32: bool = False
+    """Whether fp32 products on a GPU may round their inputs to TF32."""
+    seed: int = _number(0, 0, 2**31 - 1)
+    """Of the weights, the batches and dropout, the same for every arm."""
+    device: str = _choice("auto", "cpu", "cuda")
+    """auto is the GPU where there is one."""
+    eval_every: int = _number(0, 0)
+    """Steps between evaluations over the whole validation set; 0 is at the end only."""
+    log_every: int = _number(20, 1)
+    """Steps between lines of metrics.jsonl; losses stay on the device in between."""
+    timing_rounds: int = _number(9, 9, 1000)
+    """Rounds of the interleaved timing pass, in each of which every arm is timed once."""
+
+
+@dataclass
+class TrackerConfig:
+    """Where runs are recorded besides the run directory."""
+
+    name: str = _choice("wandb", "none")
+    """wandb, or none."""
+    mode: str = _choice("offline", "online")
+    """offline needs neither a network nor an account; `wandb sync` uploads later."""
+    project: str = "fusedops"
+    """The W&B project."""
+
+
+OpsConfig: Any = make_dataclass(
+    "OpsConfig",
+    [("set", str, MISSING), *((slot, str | None, None) for slot in SLOTS)],
+    namespace={"__doc__": "The operator set, and for a slot that departs from it the name of its implementation."},
+)
+
+
+@dataclass
+class Config:
+    """Everything a run depends on."""
+
+    model: Any = MISSING
+    data: Any = MISSING
+    ops: Any = field(default_factory=OpsConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    baseline: str = _choice("native", "none")
+    """The arm the others are compared with: the stock operators, or none."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A configuration that was checked."""
+
+    package: ModelPackage
+    values: Config
+    resolved: dict[str, Any]
+    """Plain values, those of the preset filled in, as config.yaml keeps them."""
+
+
+def register(models: Mapping[str, ModelPackage]) -> None:
+    """Put the schemas of these models, and everything else, where configs/ finds them."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for name, package in models.items():
+        store.store(group="schema/model", name=name, node=package.ModelConfig)
+        for source, keys in package.DATA.items():
+            store.store(group="schema/data", name=source, node=keys)
+    if not OmegaConf.has_resolver("stamp"):
+        OmegaConf.register_new_resolver("stamp", _stamp, use_cache=True)
+
+
+def _stamp() -> str:
+    """Date and time to the microsecond: two runs that start in one second get two directories."""
+    return datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
+
+
+def resolve(config: DictConfig, models: Mapping[str, ModelPackage]) -> Settings:
+    """Check a composed configuration and look its names up. Raises ConfigError naming the key, its value, what exists."""
+    name, preset, source = config.model.name, config.model.preset, config.data.name
+    if name not in models:
+        raise unknown(f"model.name={name}", "model", name, models)
+    package = models[name]
+    if preset not in package.PRESETS:
+        raise unknown(f"model.preset={preset}", "preset of this model", preset, package.PRESETS)
+    if source not in package.DATA:
+        raise unknown(f"data={source}", f"data for model={name}", source, package.DATA)
+    try:
+        values: Config = OmegaConf.to_object(config)  # type: ignore[assignment]
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    check_ranges(values)
+    check_ranges(values.train, "train.")
+    check_ranges(values.tracker, "tracker.")
+    resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    resolved["model"] |= values.model.architecture()
+    return Settings(package, values, resolved)
+
+
+def check_ranges(values: Any, prefix: str = "") -> None:
+    """Raise ConfigError for the first field outside what its declaration allows."""
+    for f in dataclasses.fields(values):
+        value, asked = getattr(values, f.name), f"{prefix}{f.name}={getattr(values, f.name)}"
+        if "choices" in f.metadata and value not in f.metadata["choices"]:
+            raise unknown(asked, prefix + f.name, value, f.metadata["choices"])
+        if "low" in f.metadata and not f.metadata["low"] <= value <= f.metadata["high"]:
+            high = f.metadata["high"]
+            allowed = f"at least {f.metadata['low']}" + (f" and at most {high}" if high != float("inf") else "")
+            raise ConfigError(f"{asked}: must be {allowed}")

@@ -1,0 +1,263 @@
+"""What a comparison leaves: summary.json, comparison.md, loss.png, throughput.png, and the same tables on the terminal.
+
+The tables are made once, as text, and shown twice, so that terminal and file cannot differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table as RichTable
+
+import fusedops
+from engine import figures, timing
+from engine.comparison import Comparison, device_name
+from engine.progress import quantity
+from engine.tracking import Tracker
+
+CPU_NOTE = (
+    "This ran on a CPU: fused means the CPU implementations of the operators, made of stock PyTorch, so that no gain in "
+    "speed or memory is to be expected. The gains are a GPU's."
+)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file whole or not at all: a run that is killed leaves no half of it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def write_config(directory: Path, resolved: Mapping[str, Any]) -> None:
+    """config.yaml: the configuration with every value filled in."""
+    write_atomically(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(resolved))))
+
+
+def introduce(console: Console, comparison: Comparison, directory: Path) -> None:
+    """Print what is about to run."""
+    console.print(f"run directory: {directory}")
+    console.print(f"device: {device_name(comparison.device)}")
+    for key, value in comparison.description().items():
+        console.print(f"{key}: {value}")
+    console.print(f"arms: {'; '.join(arm.name for arm in comparison.arms)}")
+    if comparison.device.type == "cpu":
+        console.print(CPU_NOTE)
+
+
+def conclude(
+    console: Console,
+    comparison: Comparison,
+    baseline: str | None,
+    resolved: Mapping[str, Any],
+    directory: Path,
+    tracker: Tracker,
+) -> None:
+    """Write the files of a comparison that has run, and print its tables."""
+    summary = summarize(comparison, baseline, resolved)
+    write_atomically(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_atomically(directory / "comparison.md", markdown(summary))
+    for arm, figures_of_arm in summary["arms"].items():
+        tracker.summarize(arm, {**figures_of_arm, "ratios": summary["ratios"].get(arm, {})})
+    figures.loss(directory / "loss.png", comparison.trainings, summary)
+    figures.throughput(directory / "throughput.png", summary)
+    console.print()
+    print_tables(console, summary)
+    console.print(
+        f"written to {directory}: summary.json, comparison.md, loss.png, throughput.png, metrics.jsonl, config.yaml"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# summary.json
+
+
+def summarize(comparison: Comparison, baseline: str | None, resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of summary.json."""
+    arms = {arm.name: _summarize_arm(comparison, arm.name) for arm in comparison.arms}
+    return {
+        "model": comparison.task.name,
+        "device": device_name(comparison.device),
+        "versions": versions(),
+        "arms": arms,
+        "baseline": baseline,
+        "ratios": {
+            name: _ratios(comparison, arms, name, baseline)
+            for name in arms
+            if baseline is not None and name != baseline
+        },
+        "references": comparison.task.references(),
+        "description": comparison.description(),
+        "precision": comparison.train.precision,
+        "config_sha256": hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest(),
+    }
+
+
+def _summarize_arm(comparison: Comparison, name: str) -> dict[str, Any]:
+    training, seconds = comparison.trainings[name], comparison.seconds_per_step[name]
+    step_ms = timing.median_interval(seconds * 1e3).value
+    flops = comparison.task.flops_per_step()
+    return {
+        "metrics": training.validation[-1][1],
+        "throughput": {
+            **timing.throughput(seconds, comparison.units_per_step).as_dict(),
+            "unit": f"{comparison.task.unit}/s",
+            "step_ms": step_ms,
+        },
+        "peak_memory_bytes": training.peak_memory_bytes,
+        "operators": comparison.operators[name],
+        "training": {
+            "steps": len(training.losses),
+            "skipped_steps": training.skipped_steps,
+            "throughput": training.throughput,
+            "final_loss": training.losses[-1],
+        },
+        "tflops": None if flops is None else flops / step_ms / 1e9,
+    }
+
+
+def _ratios(comparison: Comparison, arms: Mapping[str, Any], name: str, baseline: str) -> dict[str, Any]:
+    seconds, arm, base = comparison.seconds_per_step, arms[name], arms[baseline]
+    memory, base_memory = arm["peak_memory_bytes"], base["peak_memory_bytes"]
+    return {
+        "throughput": timing.speed_ratio(seconds[name], seconds[baseline]).as_dict(),
+        "peak_memory": memory / base_memory if memory and base_memory else None,
+        "loss_difference": arm["metrics"]["loss"] - base["metrics"]["loss"],
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """The versions a result depends on; git is this project's commit, None outside a checkout."""
+    triton = metadata.version("triton") if importlib.util.find_spec("triton") else None
+    return {
+        "fusedops": fusedops.__version__,
+        "torch": torch.__version__,
+        "triton": triton,
+        "python": platform.python_version(),
+        "git": _git_commit(),
+    }
+
+
+def _git_commit() -> str | None:
+    def git(*arguments: str) -> str:
+        root = Path(__file__).resolve().parent
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as text."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def tables(summary: Mapping[str, Any]) -> list[Table]:
+    """The tables of a summary: arms, ratios to the baseline, operators."""
+    result = [_arms_table(summary)]
+    if summary["ratios"]:
+        result.append(_ratios_table(summary))
+    result.append(_operators_table(summary))
+    return result
+
+
+def _arms_table(summary: Mapping[str, Any]) -> Table:
+    arms = summary["arms"]
+    metrics = list(next(iter(arms.values()))["metrics"])
+    unit = next(iter(arms.values()))["throughput"]["unit"]
+    header = ("arm", *(f"validation {m}" for m in metrics), f"{unit} (95 % interval)", "ms a step", "peak memory")
+    rows = []
+    for name, arm in arms.items():
+        speed = arm["throughput"]
+        interval = f"{quantity(speed['value'])} ({quantity(speed['low'])} to {quantity(speed['high'])})"
+        values = (f"{arm['metrics'][m]:.4f}" for m in metrics)
+        rows.append((name, *values, interval, f"{speed['step_ms']:.2f}", _memory(arm["peak_memory_bytes"])))
+    for name, loss in summary["references"].items():
+        values = (f"{loss:.4f}" if m == "loss" else "-" for m in metrics)
+        rows.append((f"reference: {name}", *values, "-", "-", "-"))
+    return Table("Arms", header, rows)
+
+
+def _ratios_table(summary: Mapping[str, Any]) -> Table:
+    header = ("arm", "throughput (95 % interval)", "", "peak memory", "validation loss, difference")
+    rows = []
+    for name, ratios in summary["ratios"].items():
+        speed = timing.Interval(**ratios["throughput"])
+        memory = "-" if ratios["peak_memory"] is None else f"{ratios['peak_memory']:.3f}x"
+        interval = f"{speed.value:.3f}x ({speed.low:.3f} to {speed.high:.3f})"
+        rows.append((name, interval, timing.verdict(speed), memory, f"{ratios['loss_difference']:+.4f}"))
+    return Table(f"Relative to {summary['baseline']}", header, rows)
+
+
+def _operators_table(summary: Mapping[str, Any]) -> Table:
+    header = ("arm", "slot", "implementation", "operator", "path", "calls a step")
+    rows = [
+        (name, *(str(row[key]) for key in ("slot", "implementation", "operator", "path", "calls_per_step")))
+        for name, arm in summary["arms"].items()
+        for row in arm["operators"]
+    ]
+    return Table("Operators that ran", header, rows)
+
+
+def _memory(n: int | None) -> str:
+    return "-" if n is None else f"{n / 2**20:,.0f} MiB"
+
+
+def notes(summary: Mapping[str, Any]) -> list[str]:
+    """What a reader of the tables must know."""
+    result = [
+        "Throughput is the median over the rounds of an interleaved timing pass: whole training steps of the arms, timed in "
+        "turn in random order. Its ratio is the median of the ratios within rounds. Within 2 % is a tie.",
+    ]
+    if summary["device"].startswith("CPU"):
+        result.append(CPU_NOTE)
+    return result
+
+
+def print_tables(console: Console, summary: Mapping[str, Any]) -> None:
+    """The tables on a terminal."""
+    for table in tables(summary):
+        shown = RichTable(*table.header, title=table.title, title_justify="left")
+        for row in table.rows:
+            shown.add_row(*row)
+        console.print(shown)
+    for note in notes(summary):
+        console.print(note)
+
+
+def markdown(summary: Mapping[str, Any]) -> str:
+    """The tables as comparison.md."""
+    version = summary["versions"]
+    parts = [
+        f"# {summary['model']}: {' against '.join(reversed(summary['arms']))}",
+        f"{summary['device']}, {summary['precision']}, torch {version['torch']}, triton {version['triton']}, "
+        f"fusedops {version['fusedops']}, commit {version['git']}",
+        "\n".join(f"- {key}: {value}" for key, value in summary["description"].items()),
+    ]
+    for table in tables(summary):
+        lines = [table.header, tuple("---" for _ in table.header), *table.rows]
+        parts += [f"## {table.title}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+    return "\n\n".join([*parts, *notes(summary)]) + "\n"

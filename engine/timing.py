@@ -1,0 +1,102 @@
+"""The interleaved timing pass: arms timed in turn, in one stretch, so that what the machine does meanwhile hits all alike.
+
+Two trainings minutes apart differ by clocks and temperature; rounds in random order with pauses in between do not. A ratio
+is the median of the ratios within rounds; an interval is the 95 % bootstrap interval of a median over the rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.signals import StopSignal
+
+IDLE_SECONDS = 0.2
+"""Pause before a sample on a GPU, which slows itself down under unbroken load."""
+SAMPLE_SECONDS = 0.1
+"""A sample runs steps for at least about so long, so that the clock's and the launch's jitter do not count."""
+MAX_STEPS = 50
+RESAMPLES = 4000
+TIE = 0.02
+"""Ratios this close to 1 are called a tie."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median over rounds and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def as_dict(self) -> dict[str, float]:
+        """As summary.json has it."""
+        return {"value": self.value, "low": self.low, "high": self.high}
+
+
+def median_interval(samples: NDArray[np.float64]) -> Interval:
+    """The median of one sample a round, with its 95 % interval by bootstrap."""
+    draws = np.random.default_rng(0).integers(0, len(samples), (RESAMPLES, len(samples)))
+    low, high = np.quantile(np.median(samples[draws], axis=1), (0.025, 0.975))
+    return Interval(float(np.median(samples)), float(low), float(high))
+
+
+def time_steps(
+    steps: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, stop: StopSignal
+) -> dict[str, NDArray[np.float64]]:
+    """Seconds a step of each arm, one figure a round: in every round each arm is timed once, in random order.
+
+    Wall time from a synchronised device to a synchronised device over several steps, the same number for every arm.
+    """
+    wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+
+    def sample(step: Callable[[], object], count: int) -> float:
+        wait()
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        wait()
+        return (time.perf_counter() - start) / count
+
+    warm = []
+    for step in steps.values():
+        sample(step, 2)
+        warm.append(sample(step, 1))
+    count = min(MAX_STEPS, max(1, math.ceil(SAMPLE_SECONDS / min(warm))))
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    order, generator = list(steps), random.Random(0)
+    for _ in range(rounds):
+        generator.shuffle(order)
+        for name in order:
+            stop.check()
+            if device.type == "cuda":
+                wait()
+                time.sleep(IDLE_SECONDS)
+            seconds[name].append(sample(steps[name], count))
+    return {name: np.array(values) for name, values in seconds.items()}
+
+
+def throughput(seconds: NDArray[np.float64], units: int) -> Interval:
+    """Units a second from seconds a step."""
+    return median_interval(units / seconds)
+
+
+def speed_ratio(seconds: NDArray[np.float64], baseline: NDArray[np.float64]) -> Interval:
+    """How many times faster than the baseline, from the ratios within each round."""
+    return median_interval(baseline / seconds)
+
+
+def verdict(ratio: Interval) -> str:
+    """What a ratio of speeds shows, in a word or two."""
+    if abs(ratio.value - 1) <= TIE:
+        return "tie (within 2 %)"
+    if ratio.low <= 1 <= ratio.high:
+        return "not resolved (the interval contains 1)"
+    return "faster" if ratio.value > 1 else "slower"
