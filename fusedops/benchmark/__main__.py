@@ -12,7 +12,7 @@ import torch
 
 from fusedops.benchmark.comparison import default_device
 from fusedops.benchmark.rows import select
-from fusedops.benchmark.runner import estimate_seconds, failures, run
+from fusedops.benchmark.runner import estimate_seconds, failures, run, slug
 from fusedops.benchmark.schema import Method
 from fusedops.benchmark.tables import summary_table
 from fusedops.benchmark.workloads import Settings
@@ -36,7 +36,9 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument(
         "--seed", type=int, default=usual.seed, help="seed of inputs, orders and bootstrap (default 0)"
     )
-    arguments.add_argument("--out", type=Path, metavar="FILE.json", help="write the report here, after each row")
+    arguments.add_argument(
+        "--out", type=Path, metavar="FILE.json", help="write the report here after each row; {gpu} is its name"
+    )
     arguments.add_argument(
         "--quick", action="store_true", help="small shapes: shows that it works; the CPU's only choice"
     )
@@ -77,12 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
 
+    out = None if options.out is None else Path(str(options.out).replace("{gpu}", slug(device)))
     seconds = estimate_seconds(rows, method, settings, quick=quick)
     print(f"{len(rows)} rows on {device}; about {seconds // 60:.0f} min {seconds % 60:.0f} s", flush=True)
-    report = run(rows, settings, method, quick=quick, out=options.out, say=lambda line: print(line, flush=True))
+    report = run(rows, settings, method, quick=quick, out=out, say=lambda line: print(line, flush=True))
     print(f"\n{summary_table(report)}")
-    if options.out is not None:
-        print(f"\nwritten to {options.out}")
+    if out is not None:
+        print(f"\nwritten to {out}")
     failed = failures(report)
     for result in failed:
         print(f"row {result.id} failed: {result.error}", file=sys.stderr)

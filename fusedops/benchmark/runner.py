@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import importlib.util
 import os
 import platform
 import shlex
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ COMMIT_VARIABLE = "FUSEDOPS_COMMIT"
 
 def environment(device: torch.device) -> dict[str, Any]:
     """What a result depends on besides the code: GPU, versions, commit, date, command, precision settings."""
-    triton = attempt("triton", lambda: __import__("triton").__version__)[0]
+    triton = metadata.version("triton") if importlib.util.find_spec("triton") is not None else None
     on_gpu = device.type == "cuda"
     return {
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
@@ -71,6 +73,12 @@ def commit() -> str | None:
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return os.environ.get(COMMIT_VARIABLE)
+
+
+def slug(device: torch.device) -> str:
+    """The device's name as part of a path: "nvidia-h200", or "cpu"."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return "-".join(name.lower().split())
 
 
 def estimate_seconds(rows: Sequence[Row], method: Method, settings: Settings, *, quick: bool) -> float:

@@ -28,7 +28,7 @@ class Method:
     rounds: int = 9
     """Samples of each contender; in every round each contender is sampled once, in a fresh random order."""
     idle_s: float = 0.2
-    """Seconds of idle before each sample: back-to-back kernels make a GPU throttle, and whoever comes next look slow."""
+    """Seconds of idle before each sample: under back-to-back kernels a GPU throttles, and the next one looks slow."""
     window_ms: float = 20.0
     """GPU time (on a CPU: wall time) that the repeats of one sample fill; a sample is the median of its repeats."""
     seed: int = 0
@@ -63,7 +63,7 @@ class Interval:
 
     @property
     def verdict(self) -> str:
-        """ "faster", "slower", "tie", or "unclear" where the interval is too wide to tell."""
+        """faster, slower, tie, or unclear where the interval is too wide to tell."""
         if self.low > 1 + TIE:
             return "faster"
         if self.high < 1 - TIE:
@@ -90,7 +90,7 @@ class RequirementResult:
     """
 
     kind: str
-    """"gate" (must hold) or "goal" (is aimed at)."""
+    """gate (must hold) or goal (is aimed at)."""
     over: str
     ratio: float
     against: str | None = None
@@ -104,11 +104,11 @@ class ContenderResult:
 
     name: str
     role: str
-    """"fused" (ours), "baseline" (stock PyTorch), "peer" (computes the same) or "bound" (computes less: a ceiling)."""
+    """fused (ours), baseline (stock PyTorch), peer (computes the same) or bound (computes less: a ceiling)."""
     path: str
     """What really ran: triton, gluon, cublas+triton, cublas, inductor, cpu, triton-interpreter, stock."""
     status: str = "ok"
-    """"ok"; "wrong": its error is NaN or over three times the baseline's, so without a time; "unavailable": it raised."""
+    """ok; wrong: its error is NaN or over three times the baseline's, so it gets no time; unavailable: it raised."""
     reason: str | None = None
     """Why it is wrong or unavailable."""
     errors: dict[str, float | None] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class Floor:
     bytes: int
     ms: float
     limit: str
-    """"memory" or "compute": which of the two ceilings binds."""
+    """memory or compute: which of the two ceilings binds."""
 
 
 @dataclass
@@ -167,7 +167,7 @@ class RowResult:
     shape: dict[str, int]
     dtype: str
     direction: str
-    """"forward" (no gradient recorded), "training forward" (recorded) or "forward + backward"."""
+    """forward (no gradient recorded), training forward (recorded) or forward + backward."""
     options: dict[str, Any]
     floor: Floor | None = None
     comparison: Comparison | None = None

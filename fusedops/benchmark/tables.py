@@ -27,6 +27,7 @@ SUMMARY_HEADER = (
     "gate",
     "goal",
 )
+SHORT = ("work", "shape", "ours, ms", "path", "stock, ms", "over stock [95 %]", "best other, ms", "error, ours / stock")
 CONTENDER_HEADER = (
     "row",
     "contender",
@@ -44,6 +45,13 @@ CONTENDER_HEADER = (
 def summary_table(report: Report) -> str:
     """One line a row: ours beside stock and the fastest other, with error, share of the ceiling, gate and goal."""
     return _table(SUMMARY_HEADER, [_summary(row, report.method.seed) for row in report.rows]) + "\n\n" + caption(report)
+
+
+def short_table(report: Report) -> str:
+    """The columns of the summary that a first look needs."""
+    columns = [SUMMARY_HEADER.index(name) for name in SHORT]
+    lines = [_summary(row, report.method.seed) for row in report.rows]
+    return _table(SHORT, [[line[column] for column in columns] for line in lines]) + "\n\n" + caption(report)
 
 
 def contender_table(report: Report) -> str:
@@ -70,6 +78,10 @@ def caption(report: Report) -> str:
         rates = "".join(f", {dtype} product {rate:.0f} TFLOP/s" for dtype, rate in report.ceilings.gemm_tflop_s.items())
         text += f"; ceilings of the same run: copy {report.ceilings.copy_gb_s:.0f} GB/s{rates}"
     return text + (". A quick run: its figures mean nothing." if report.quick else ".")
+
+
+TABLES = {"summary": summary_table, "short": short_table, "contenders": contender_table}
+"""The tables of a report, by name."""
 
 
 def _summary(row: RowResult, seed: int) -> list[str]:

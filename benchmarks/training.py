@@ -1,0 +1,75 @@
+"""Train the published experiments and keep their results: python benchmarks/training.py [EXPERIMENT ...] [-- OVERRIDE]
+
+Each runs `python train.py experiment=EXPERIMENT tracker=none OVERRIDE`; its summary.json, comparison.md and figures go
+to benchmarks/results/<gpu>/EXPERIMENT/. Where the sources are a copy without their repository, the environment
+variable FUSEDOPS_COMMIT names the commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+EXPERIMENTS = ("transformer_d512", "transformer_d768")
+KEPT = ("summary.json", "comparison.md", "loss.png", "throughput.png")
+
+
+def main() -> int:
+    """Run the experiments one after the other. Returns 1 where one failed; the others are kept."""
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"default: {' '.join(EXPERIMENTS)}")
+    arguments.add_argument("--out", type=Path, default=RESULTS, help="default: benchmarks/results")
+    own, overrides = _split(sys.argv[1:])
+    options = arguments.parse_args(own)
+    failed = [name for name in options.experiments or EXPERIMENTS if not run(name, overrides, options.out)]
+    for name in failed:
+        print(f"{name} failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments before and after "--"."""
+    if "--" not in argv:
+        return argv, []
+    at = argv.index("--")
+    return argv[:at], argv[at + 1 :]
+
+
+def run(experiment: str, overrides: list[str], results: Path) -> bool:
+    """Train one experiment and keep its files. Returns whether it succeeded."""
+    asked = ["train.py", f"experiment={experiment}", "tracker=none", *overrides]
+    print(f"python {shlex.join(asked)}", flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, *asked, f"hydra.run.dir={directory}"]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
+            return False
+        keep(Path(directory), results, experiment, f"python {shlex.join(asked)}")
+    return True
+
+
+def keep(directory: Path, results: Path, experiment: str, command: str) -> Path:
+    """Copy a run's files into the results; summary.json gets its command and, where it has none, its commit."""
+    summary = json.loads((directory / "summary.json").read_text())
+    summary["command"] = command
+    summary["versions"]["git"] = summary["versions"]["git"] or os.environ.get("FUSEDOPS_COMMIT")
+    name = summary["device"].split(" (")[0]  # of a CPU, without its threads
+    target = results / "-".join(name.lower().split()) / experiment
+    target.mkdir(parents=True, exist_ok=True)
+    for name in KEPT:
+        shutil.copyfile(directory / name, target / name)
+    (target / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"written to {target}")
+    return target
+
+
+if __name__ == "__main__":
+    sys.exit(main())
