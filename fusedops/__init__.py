@@ -1,8 +1,9 @@
 """Fused Triton operators registered with PyTorch."""
 
+from fusedops.operators.linear_gelu_dropout import linear_gelu_dropout
 from fusedops.operators.silu import silu
 from fusedops.operators.silu_mul import silu_mul
 from fusedops.operators.smooth_relu import smooth_relu
 
 __version__ = "0.1.0"
-__all__ = ["silu", "silu_mul", "smooth_relu"]
+__all__ = ["linear_gelu_dropout", "silu", "silu_mul", "smooth_relu"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fusedops.operators.linear_gelu_dropout import gelu_dropout_backward_operator, linear_gelu_dropout_operator
 from fusedops.operators.silu import silu_backward_operator, silu_operator
 from fusedops.operators.silu_mul import silu_mul_backward_operator, silu_mul_operator
 from fusedops.operators.smooth_relu import smooth_relu_backward_operator, smooth_relu_operator
@@ -16,6 +17,8 @@ OPERATORS: dict[str, Operator] = {
         silu_mul_backward_operator,
         smooth_relu_operator,
         smooth_relu_backward_operator,
+        linear_gelu_dropout_operator,
+        gelu_dropout_backward_operator,
     )
 }
 

@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedops import counting
+from fusedops.operators.linear_gelu_dropout import linear_gelu_dropout
+from fusedops.operators.pointwise import FLOATING
 from fusedops.operators.silu_mul import silu_mul
 
 
@@ -80,6 +83,33 @@ def mlp_native(
     return F.linear(hidden, w2, b2)
 
 
+def mlp_unsupported(x: Tensor) -> str | None:
+    """Why linear_gelu_dropout cannot do a case, or None where it can."""
+    if x.dtype not in FLOATING:
+        return f"the dtype is {str(x.dtype).removeprefix('torch.')}"
+    if x.device.type not in ("cpu", "cuda"):
+        return f"the device is {x.device.type}"
+    return None
+
+
+def mlp_fused(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    p: float,
+    approximate: str,
+    training: bool,
+) -> Tensor:
+    """linear_gelu_dropout where it can, then a stock linear; `mlp_unsupported` says where not."""
+    reason = mlp_unsupported(x)
+    if reason is not None:
+        counting.announce_fallback("mlp", "linear_gelu_dropout", reason)
+        return mlp_native(x, w1, b1, w2, b2, p, approximate, training)
+    return F.linear(linear_gelu_dropout(x, w1, b1, p, approximate, training), w2, b2)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # attention: (q, k, v, causal, scale, mask, dropout_p) -> out, all (B, H, S, D), GQA by K and V of fewer heads
 
@@ -137,6 +167,7 @@ SLOTS: dict[str, Slot] = {
             "mlp",
             "(x, w1, b1, w2, b2, p, approximate, training) -> y",
             native=(mlp_native, ("aten::gelu", "aten::gelu_backward")),
+            fused=(mlp_fused, ("fusedops::linear_gelu_dropout", "fusedops::gelu_dropout_backward")),
         ),
         _slot(
             "activation",
