@@ -27,7 +27,7 @@ class Row:
     shape      sizes by name, as the operator's workload takes them.
     quick      the sizes of a quick run, which only shows that the row works.
     options    what else the workload takes: p, approximate, causal.
-    peers      peers beside the usual ones of the operator that this row measures.
+    peers      peers and bounds beside the usual ones of the operator that this row measures.
     """
 
     id: str
@@ -80,6 +80,7 @@ def _pointwise_rows() -> list[Row]:
                 shape={"rows": 16384, "columns": 8192},
                 quick=_POINTWISE_QUICK,
                 direction=direction,
+                peers=("Liger",),
                 gate=best,
                 goal=best,
             )
@@ -92,6 +93,7 @@ def _pointwise_rows() -> list[Row]:
                 shape={"rows": 2**exponent // 256, "columns": 256},
                 quick=_POINTWISE_QUICK,
                 direction=direction,
+                peers=("Liger",),
                 goal=(_TIE_WITH_BEST,),
                 extra=True,
             )
@@ -112,6 +114,7 @@ def _pointwise_rows() -> list[Row]:
 
 _MLP_A = {"m": 16384, "k": 1024, "n": 4096}
 _MLP_B = {"m": 32768, "k": 768, "n": 3072}
+_MLP_C = {"m": 8192, "k": 4096, "n": 16384}
 
 
 def _linear(
@@ -121,6 +124,7 @@ def _linear(
     direction: str,
     gate: tuple[Requirement, ...],
     goal: tuple[Requirement, ...],
+    peers: tuple[str, ...] = (),
 ) -> Row:
     training = direction != FORWARD
     return Row(
@@ -131,6 +135,7 @@ def _linear(
         quick={"m": 48, "k": 32, "n": 64},
         direction=direction,
         options={"p": 0.1 if training else 0.0, "approximate": approximate, "training": training},
+        peers=peers,
         gate=gate,
         goal=goal,
     )
@@ -140,18 +145,19 @@ def _linear_rows() -> list[Row]:
     def over_epilogue(stock: float, epilogue: float) -> tuple[Requirement, ...]:
         return (Requirement("stock", stock), Requirement("cuBLASLt epilogue", epilogue))
 
+    products, epilogue = ("products alone",), ("cuBLASLt epilogue",)
     return [
-        _linear("4a", _MLP_A, "none", FORWARD, _stock(1.30), _stock(1.42)),
-        _linear("4b", _MLP_B, "none", FORWARD, _stock(1.40), _stock(1.52)),
-        _linear("5a", _MLP_A, "tanh", FORWARD, over_epilogue(1.33, 1.05), over_epilogue(1.42, 1.10)),
-        _linear("5b", _MLP_B, "tanh", FORWARD, over_epilogue(1.45, 1.05), over_epilogue(1.52, 1.10)),
+        _linear("4a", _MLP_A, "none", FORWARD, _stock(1.30), _stock(1.42), products),
+        _linear("4b", _MLP_B, "none", FORWARD, _stock(1.40), _stock(1.52), products),
+        _linear("5a", _MLP_A, "tanh", FORWARD, over_epilogue(1.33, 1.05), over_epilogue(1.42, 1.10), epilogue),
+        _linear("5b", _MLP_B, "tanh", FORWARD, over_epilogue(1.45, 1.05), over_epilogue(1.52, 1.10), epilogue),
         _linear("6a", _MLP_A, "none", TRAINING_FORWARD, _stock(1.52), _stock(1.75)),
         _linear("6b", _MLP_B, "none", TRAINING_FORWARD, _stock(1.65), _stock(1.90)),
         _linear("7a", _MLP_A, "tanh", TRAINING_FORWARD, _stock(1.58), _stock(1.75)),
         _linear("7b", _MLP_B, "tanh", TRAINING_FORWARD, _stock(1.70), _stock(1.90)),
-        _linear("8", _MLP_A, "none", FORWARD_BACKWARD, _stock(1.25), _stock(1.45)),
-        _linear("9", _MLP_B, "none", FORWARD_BACKWARD, _stock(1.35), _stock(1.60)),
-        _linear("10", {"m": 8192, "k": 4096, "n": 16384}, "none", FORWARD_BACKWARD, _stock(1.04), _stock(1.12)),
+        _linear("8", _MLP_A, "none", FORWARD_BACKWARD, _stock(1.25), _stock(1.45), products),
+        _linear("9", _MLP_B, "none", FORWARD_BACKWARD, _stock(1.35), _stock(1.60), products),
+        _linear("10", _MLP_C, "none", FORWARD_BACKWARD, _stock(1.04), _stock(1.12), products),
         _linear("11", {"m": 64, "k": 1024, "n": 4096}, "none", FORWARD, _stock(_TIE), _stock(1.0)),
     ]
 
@@ -171,7 +177,7 @@ def _attention(
         operator="flash_attention",
         work=f"attention, {'causal' if causal else 'full'}{', GQA' if heads != kv_heads else ''}",
         shape={"batch": batch, "heads": heads, "kv_heads": kv_heads, "length": length, "head_dim": head_dim},
-        quick={"batch": 1, "heads": 4, "kv_heads": 4 * kv_heads // heads, "length": 96, "head_dim": 32},
+        quick={"batch": 1, "heads": 4, "kv_heads": 4 * kv_heads // heads, "length": 128, "head_dim": 32},
         direction=direction,
         options={"causal": causal},
         peers=("flex_attention",) if flex else (),

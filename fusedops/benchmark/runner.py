@@ -87,9 +87,9 @@ def estimate_seconds(rows: Sequence[Row], method: Method, settings: Settings, *,
         return 1.0 * len(rows)
     seconds = 15.0  # start of the context, the ceilings
     for row in rows:
-        contenders = 4 + len(row.peers)
+        contenders = (4 if row.operator in ("silu", "smooth_relu") else 3) + len(row.peers)
         compiled = settings.compiled * (1 + 6 * settings.max_autotune)
-        seconds += method.rounds * contenders * (method.idle_s + 1.8e-3 * method.window_ms) + 1.0 + 2.0 * compiled
+        seconds += method.rounds * contenders * (method.idle_s + 1.5e-3 * method.window_ms) + 1.0 + 2.0 * compiled
     return seconds
 
 
@@ -139,19 +139,21 @@ def _run_row(row: Row, settings: Settings, method: Method, ceilings: Ceilings, *
         )
 
     result.error = attempt(f"row {row.id}", measure)[1]
+    released = attempt(f"the end of row {row.id}", lambda: _release(settings))[1]  # raises after a fault on the GPU
+    result.error = result.error or released
     if result.error is None and result.comparison is not None:
         broken = [c for c in result.comparison.of_role("fused") if c.status != "ok"]
         result.error = "; ".join(f"{c.name} is {c.status}: {c.reason}" for c in broken) or None
-    _release(settings.device)
     result.seconds = time.perf_counter() - start
     return result
 
 
-def _release(device: torch.device) -> None:
+def _release(settings: Settings) -> None:
     """Free what the row held: its tensors, and the graphs that torch.compile made for it."""
-    torch._dynamo.reset()
+    if settings.compiled:
+        torch._dynamo.reset()
     gc.collect()
-    if device.type == "cuda":
+    if settings.device.type == "cuda":
         torch.cuda.empty_cache()
 
 

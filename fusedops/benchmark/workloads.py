@@ -90,6 +90,11 @@ class _Work:
         return contenders
 
 
+def _wanted(peer: str, row: Row, settings: Settings) -> bool:
+    """Whether the row measures this peer here: those that rows name are a GPU's."""
+    return peer in row.peers and settings.device.type == "cuda"
+
+
 def _in_float64(function: Function, inputs: tuple[Tensor, ...], dy: Tensor | None) -> tuple[Tensor, ...]:
     """The function's output on the inputs in float64, and its gradients where dy is given."""
     doubled = tuple(tensor.detach().double().requires_grad_(dy is not None) for tensor in inputs)
@@ -121,8 +126,8 @@ def _pointwise(
     def errors(outputs: Outputs) -> dict[str, float]:
         # In slices of rows: float64 is four times the memory, and there are several of them.
         squares = torch.zeros(len(outputs), 2, dtype=torch.float64, device=settings.device)
-        for rows in torch.arange(size[0], device=settings.device).split(2**12):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
+        for start in range(0, size[0], 2**12):
+            part = slice(start, start + 2**12)
             dy = None if work.dy is None else work.dy[part]
             references = _in_float64(stock, tuple(tensor[part] for tensor in inputs), dy)
             for index, (output, reference) in enumerate(zip(outputs, references, strict=True)):
@@ -146,7 +151,7 @@ def _silu_mul(row: Row, shape: dict[str, int], settings: Settings) -> Workload:
     work, workload = _pointwise(row, shape, settings, fusedops.silu_mul, _stock_silu_mul, ("gate", "up"))
     # Of a product of two inputs, a copy is not the bound that it is of one.
     contenders = [contender for contender in workload.contenders if contender.name != "copy"]
-    if settings.device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
+    if _wanted("Liger", row, settings) and importlib.util.find_spec("liger_kernel") is not None:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
         # Its backward overwrites what it saved, which here are the inputs: it gets its own, restored before each call.
@@ -202,7 +207,7 @@ def _linear_gelu_dropout(row: Row, shape: dict[str, int], settings: Settings) ->
         return F.dropout(y, p, training) if dropping else y
 
     contenders = work.usual(fused, stock)
-    if approximate == "tanh" and not training and settings.device.type == "cuda":
+    if _wanted("cuBLASLt epilogue", row, settings):
         transposed = weight.t()
         contenders.append(
             Contender(
@@ -211,7 +216,8 @@ def _linear_gelu_dropout(row: Row, shape: dict[str, int], settings: Settings) ->
                 path="cublas",
             )
         )
-    contenders.append(Contender("products alone", _products_alone(work), path="cublas", role="bound"))
+    if _wanted("products alone", row, settings):
+        contenders.append(Contender("products alone", _products_alone(work), path="cublas", role="bound"))
 
     @functools.cache
     def reference_without_mask() -> tuple[Tensor, ...]:
@@ -299,7 +305,7 @@ def _flash_attention(row: Row, shape: dict[str, int], settings: Settings) -> Wor
             for backend in forced
             if backend != chosen
         ]
-    if settings.compiled and ("flex_attention" in row.peers or settings.all_peers):
+    if settings.compiled and (_wanted("flex_attention", row, settings) or settings.all_peers):
         contenders.append(
             Contender("flex_attention", work.call(_flex(causal, grouped, length, settings)), path="inductor")
         )

@@ -463,3 +463,56 @@ def test_the_command_line_refuses_what_it_cannot_run(arguments, message, capsys)
         main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_gpu_times_are_those_of_a_cold_copy_and_unwritten_outputs_are_seen():
+    x = torch.randn(1 << 26, device="cuda")
+    reference = x.double()
+
+    def half_written() -> torch.Tensor:
+        y = torch.empty_like(x)
+        y[: x.numel() // 2] = x[: x.numel() // 2]
+        return y
+
+    comparison = compare(
+        [
+            Contender("copy", lambda: x.clone(), role="baseline"),
+            Contender("small copy", lambda: x[: 1 << 22].clone(), role="bound"),
+            Contender("half written", half_written),
+        ],
+        errors=lambda outputs: {"y": relative_error(outputs[0], reference)},
+        method=Method(rounds=3, idle_s=0.05, window_ms=5.0),
+    )
+    copy, small = comparison.contender("copy"), comparison.contender("small copy")
+    assert comparison.contender("half written").status == "wrong"
+    assert copy.peak_memory_bytes == x.numel() * 4
+    assert 0 < copy.gpu_ms.median < copy.wall_ms.median
+    assert 2 * x.numel() * 4 / (copy.gpu_ms.median / 1e3) < 20e12  # twice what any memory of today gives
+    # A sixteenth of the bytes in about a sixteenth of the time: no launch gap, no clock of the host is in it.
+    assert small.gpu_ms.median < copy.gpu_ms.median / 4
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("id_", ["3", "5a", "8", "18"])
+def test_every_contender_of_a_row_runs_on_a_gpu(id_):
+    row, device = ROWS[id_], torch.device("cuda", 0)
+    torch.manual_seed(6)
+    workload = build(row, row.quick, Settings(device))
+    comparison = compare(
+        workload.contenders,
+        errors=workload.errors,
+        method=Method(rounds=1, idle_s=0.0, window_ms=0.1),
+        device=device,
+    )
+    torch._dynamo.reset()
+    for contender in comparison.contenders:
+        # A back end of another version may refuse a shape; what is always there must run, and nothing may be wrong.
+        optional = contender.role == "peer" and contender.path != "inductor"
+        assert contender.status == "ok" or (optional and contender.status == "unavailable"), contender
+        assert (contender.gpu_ms is not None) == (contender.status == "ok")
