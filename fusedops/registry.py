@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fusedops.operators.flash_attention import flash_attention_backward_operator, flash_attention_operator
 from fusedops.operators.linear_gelu_dropout import gelu_dropout_backward_operator, linear_gelu_dropout_operator
 from fusedops.operators.silu import silu_backward_operator, silu_operator
 from fusedops.operators.silu_mul import silu_mul_backward_operator, silu_mul_operator
@@ -19,6 +20,8 @@ OPERATORS: dict[str, Operator] = {
         smooth_relu_backward_operator,
         linear_gelu_dropout_operator,
         gelu_dropout_backward_operator,
+        flash_attention_operator,
+        flash_attention_backward_operator,
     )
 }
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops import counting
+from fusedops.operators.flash_attention import MAX_HEAD_DIM, flash_attention
 from fusedops.operators.linear_gelu_dropout import linear_gelu_dropout
 from fusedops.operators.pointwise import FLOATING
 from fusedops.operators.silu_mul import silu_mul
@@ -129,6 +130,38 @@ def attention_native(
     )
 
 
+def attention_unsupported(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> str | None:
+    """Why flash_attention cannot do a case, or None where it can."""
+    if mask is not None:
+        return "an attention mask was given"
+    if dropout_p > 0:
+        return f"attention dropout is {dropout_p}"
+    if q.shape[-1] > MAX_HEAD_DIM:
+        return f"the head dim is {q.shape[-1]}, above {MAX_HEAD_DIM}"
+    if v.shape[-1] != q.shape[-1]:
+        return f"v has head dim {v.shape[-1]}, q {q.shape[-1]}"
+    if q.device.type not in ("cpu", "cuda"):
+        return f"the device is {q.device.type}"
+    return None
+
+
+def attention_fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """flash_attention where it can; `attention_unsupported` says where not."""
+    reason = attention_unsupported(q, k, v, mask, dropout_p)
+    if reason is not None:
+        counting.announce_fallback("attention", "flash_attention", reason)
+        return attention_native(q, k, v, causal, scale, mask, dropout_p)
+    return flash_attention(q, k, v, causal, scale)
+
+
 def attention_unfused(
     q: Tensor,
     k: Tensor,
@@ -161,6 +194,7 @@ SLOTS: dict[str, Slot] = {
             "attention",
             "(q, k, v, causal, scale, mask=None, dropout_p=0.0) -> out",
             native=(attention_native, ("aten::scaled_dot_product_attention",)),
+            fused=(attention_fused, ("fusedops::flash_attention", "fusedops::flash_attention_backward")),
             unfused=(attention_unfused, ("aten::softmax",)),
         ),
         _slot(
