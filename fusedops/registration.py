@@ -1,11 +1,11 @@
 """Registers operators with PyTorch: the one module that talks to torch.library.
 
-`register` takes what an operator is (schema, check, shape rule, CPU implementation, kernel, gradient, reference, samples,
-cost) and gives back an `Operator` whose every derivative, transform and compiler path works. The Autograd kernel
-redispatches to the same operator below autograd, instead of calling a second, raw one: that is what keeps opcheck,
-selective checkpointing, FLOP counters, torch.func and forward mode right at once. It leans on a few private names of
-PyTorch, all of them imported here; where one is missing, `torch.library`'s `register_autograd` stands in and what is
-lost is said.
+`register` takes what an operator is (schema, check, shape rule, CPU implementation, kernel, gradient, reference,
+samples, cost) and gives back an `Operator` whose every derivative, transform and compiler path works. The Autograd
+kernel redispatches to the same operator below autograd, instead of calling a second, raw one: that is what keeps
+opcheck, selective checkpointing, FLOP counters, torch.func and forward mode right at once. It leans on a few private
+names of PyTorch, all of them imported here; where one is missing, `torch.library`'s `register_autograd` stands in and
+what is lost is said.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, _C
+from torch import _C, Tensor
 from torch.autograd import forward_ad
 from torch.library import Library, register_autograd, register_fake, register_vmap
 from torch.utils import _pytree as pytree
@@ -29,7 +29,10 @@ from fusedops import counting
 
 NAMESPACE = "fusedops"
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton's interpreter was asked for when this process started; the CPU key then runs the kernels themselves."""
+"""Whether Triton's interpreter was asked for when this process started: the CPU key then runs the kernels."""
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The floating dtypes that operators are checked in."""
 
 # A Library that is dropped while an operator's handle lives takes the process down, so it is held for good.
 _library = Library(NAMESPACE, "DEF")
@@ -105,6 +108,8 @@ class Operator:
     jvp: Callable[..., Any] | None = None
     vmap: Callable[..., Any]
     autocast: str | None = None
+    interpreted_dtypes: tuple[torch.dtype, ...] = FLOATING
+    exempt: Mapping[str, str] = field(default_factory=dict)
     op: Any = field(init=False)
 
     @property
@@ -121,15 +126,16 @@ def register(**fields: Any) -> Operator:
 
     schema     "name(Tensor x, float alpha) -> Tensor": positional arguments only. Later arguments are appended with
                defaults and outputs never change, so that programs exported with an older version still load.
-    check      (*args) -> None: raises ValueError or TypeError naming the argument, what it was and what is allowed. Runs
-               before the implementation and before the shape rule.
+    check      (*args) -> None: raises ValueError or TypeError naming the argument, what it was and what is allowed.
+               Runs before the implementation and before the shape rule.
     shape      (*args) -> outputs: the shape rule on fake tensors; allocates the outputs by the same expression as the
                implementations do.
     cpu        (*args) -> outputs: stock PyTorch below autograd, honouring the shape rule's strides.
     kernel     the CUDA implementation; in Triton's interpreter also the CPU one.
     reference  (*args) -> outputs: the same function in differentiable stock PyTorch, for any dtype and device.
-    samples    (device, dtype) -> Samples: small, varied arguments; floating tensors that take part in a gradient have
-               requires_grad unset (who checks gradients sets it).
+    samples    (device, dtype) -> Samples: small, varied arguments; at each call the same names and shapes with other
+               random values; none for a dtype that the operator does not take. No tensor has requires_grad set (who
+               checks gradients sets it).
     cost       (*args) -> Cost of one call.
     stock      what one would write in stock PyTorch, for tables.
     setup      (ctx, inputs, outputs): saves for backward (and forward: ctx.save_for_forward), marks outputs that carry
@@ -141,6 +147,10 @@ def register(**fields: Any) -> Operator:
     vmap       (operator, info, in_dims, *args) -> (outputs, out_dims): `pointwise_vmap`, `looped_vmap` or its own.
     autocast   None: runs in its arguments' dtypes; "cast": floating arguments go to autocast's dtype, as for a linear
                layer; "promote": to the widest dtype among them, as for a product.
+    interpreted_dtypes
+               the dtypes whose kernels are right in Triton's interpreter, where a product (`tl.dot`) of bfloat16 is
+               not; left out: all floating ones.
+    exempt     checks of fusedops.testing that this operator is not put to: their names, each with the reason.
     """
     operator = Operator(**fields)
     name, qualified = operator.name, f"{NAMESPACE}::{operator.name}"
@@ -167,7 +177,9 @@ def register(**fields: Any) -> Operator:
     for device_type, key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastCPU")):
         if operator.autocast is not None:
             _library.impl(name, _autocast_kernel(operator, device_type, key), key)
-    register_vmap(qualified, lambda info, dims, *args: operator.vmap(operator, info, dims, *complete(args)), lib=_library)
+    register_vmap(
+        qualified, lambda info, dims, *args: operator.vmap(operator, info, dims, *complete(args)), lib=_library
+    )
     register_flop_formula(op.overloadpacket, get_raw=True)(
         lambda *args, out_val=None, **_: operator.cost(*complete(args)).flops
     )
@@ -264,14 +276,21 @@ def _autograd_kernel(operator: Operator, complete: Callable[..., Any]) -> Callab
             raise NotImplementedError(f"{NAMESPACE}::{name} has no forward-mode derivative")
         return operator.jvp(ctx, *tangents)
 
-    methods = {"backward": staticmethod(backward), "jvp": staticmethod(jvp)}
-    title = "".join(part.capitalize() for part in name.split("_"))
-    Recorded: Any = type(title, (torch.autograd.Function,), {"forward": staticmethod(forward), **methods})
+    def jvp_under_transform(ctx: Any, _state: None, *tangents: Any) -> Any:
+        # As in forward: without it the stock operations of a rule drop the tangents of the levels further out. This
+        # level's own must not follow, though: the rule sees the saved tensors without theirs.
+        with _set_fwd_grad_enabled(True):
+            return jvp(_WithoutTangents(ctx), None, *tangents)
+
+    def function(suffix: str, base: Any, forward: Callable[..., Any], jvp: Callable[..., Any]) -> Any:
+        title = "".join(part.capitalize() for part in name.split("_"))
+        methods = {"forward": forward, "backward": backward, "jvp": jvp}
+        return type(title + suffix, (base,), {key: staticmethod(method) for key, method in methods.items()})
+
+    Recorded = function("", torch.autograd.Function, forward, jvp)
     # Only under a transform: outside of one it breaks compiled autograd.
-    RecordedUnderTransform: Any = type(
-        f"{title}UnderTransform",
-        (_SingleLevelFunction,),
-        {"forward": staticmethod(forward_under_transform), **methods},
+    RecordedUnderTransform = function(
+        "UnderTransform", _SingleLevelFunction, forward_under_transform, jvp_under_transform
     )
 
     def autograd(keyset: Any, *args: Any) -> Any:
@@ -284,6 +303,20 @@ def _autograd_kernel(operator: Operator, complete: Callable[..., Any]) -> Callab
             return op.redispatch(keyset & _after_autograd_keyset, *args)
 
     return autograd
+
+
+class _WithoutTangents:
+    """The ctx of an autograd.Function, its saved tensors without their tangents of the current forward-mode level."""
+
+    def __init__(self, ctx: Any):
+        self._ctx = ctx
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return tuple(t if t is None else forward_ad.unpack_dual(t).primal for t in self._ctx.saved_tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
 
 
 def _gradients(operator: Operator, ctx: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -310,7 +343,7 @@ def _register_stand_in_gradient(operator: Operator, qualified: str) -> None:
 
 
 def _autocast_kernel(operator: Operator, device_type: str, key: str) -> Callable[..., Any]:
-    """Casts by the operator's rule. (torch.library.register_autocast fixes one dtype: fp16 autocast would give bf16.)"""
+    """Casts by the operator's rule. (torch.library.register_autocast fixes one dtype: fp16 would give bf16.)"""
     op, promotes = operator.op, operator.autocast == "promote"
     excluded = _C.DispatchKeySet(getattr(_C.DispatchKey, key))
 

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fusedops.registration import Cost, Sample
-
-FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from fusedops.registration import FLOATING, Cost, Sample
 
 
 def check_floating(operator: str, **tensors: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.operators import pointwise
-from fusedops.registration import Kernel, pointwise_vmap, register
+from fusedops.registration import Kernel, Operator, pointwise_vmap, register
 
 
 def smooth_relu(x: Tensor, alpha: float = 0.01, *, opaque: bool = False) -> Tensor:
@@ -32,7 +32,7 @@ def _reference(x: Tensor, alpha: float) -> Tensor:
 
 
 def _backward_reference(grad: Tensor, x: Tensor, alpha: float) -> Tensor:
-    return torch.where(x > 0, grad, alpha * grad)
+    return grad * torch.where(x > 0, torch.ones_like(x), alpha)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -48,7 +48,7 @@ def _cpu(x: Tensor, alpha: float) -> Tensor:
 
 def _backward_cpu(grad: Tensor, x: Tensor, alpha: float) -> Tensor:
     y = torch.empty_like(x)
-    return y.copy_(_backward_reference(grad, x, alpha))
+    return y.copy_(torch.where(x > 0, grad, alpha * grad))
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -60,7 +60,7 @@ def _backward_of_backward(ctx: Any, u: Tensor) -> tuple[Tensor, None, None]:
     return smooth_relu_backward_operator(u, ctx.saved_tensors[0], ctx.alpha), None, None
 
 
-smooth_relu_backward_operator = register(
+smooth_relu_backward_operator: Operator = register(
     schema="smooth_relu_backward(Tensor grad, Tensor x, float alpha) -> Tensor",
     check=lambda grad, x, alpha: pointwise.check_floating("smooth_relu_backward", x=x, grad=grad),
     shape=lambda grad, x, alpha: torch.empty_like(x),

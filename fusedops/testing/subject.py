@@ -1,0 +1,158 @@
+"""What the checks ask of the operator under test: its samples in every dtype, its results and the reference's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fusedops.registration import FLOATING, INTERPRETING, Operator, Sample
+
+Args = tuple[Any, ...]
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+class NotApplicable(Exception):
+    """Raised by a check that has nothing to check in this operator; its message says why."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An operator on a device, in the dtypes that can be checked there."""
+
+    operator: Operator
+    device: torch.device
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether the kernels run, in Triton's interpreter."""
+        return INTERPRETING and self.device.type == "cpu"
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The floating dtypes that the operator has samples in and whose kernels run on this device."""
+        possible = self.operator.interpreted_dtypes if self.interpreted else FLOATING
+        return tuple(dtype for dtype in possible if self.samples(dtype))
+
+    @property
+    def sparing_dtypes(self) -> tuple[torch.dtype, ...]:
+        """`dtypes`, or in the interpreter, where a program takes milliseconds, float32 alone: for
+        checks whose outcome hardly depends on the dtype."""
+        return tuple(dtype for dtype in self.dtypes if not self.interpreted or dtype == torch.float32)
+
+    def require(self, dtype: torch.dtype) -> torch.dtype:
+        """`dtype`. Raises NotApplicable where the operator cannot be checked in it."""
+        if dtype not in self.dtypes:
+            raise NotApplicable(f"no samples in {dtype}")
+        return dtype
+
+    def samples(self, dtype: torch.dtype) -> list[Sample]:
+        """Fresh samples, every argument given; two calls give the same names and shapes, and other random values."""
+        defaults = tuple(argument.default_value for argument in self.operator.op._schema.arguments)
+        drawn = self.operator.samples(self.device, dtype)
+        return [Sample(name, (*args, *defaults[len(args) :])) for name, args in drawn]
+
+    def few(self, dtype: torch.dtype, count: int = 4, *, dense: bool = False) -> list[Sample]:
+        """The smallest sample of each variant (arguments that differ in more than size) that has something to compute,
+        and the smallest one that is not contiguous: at most `count`, for checks that are expensive.
+
+        dense: leave out tensors some of whose elements share memory.
+        """
+        chosen: dict[Any, Sample] = {}
+        for sample in sorted(self.samples(self.require(dtype)), key=lambda sample: size(sample.args)):
+            tensors = [a for a in sample.args if isinstance(a, Tensor)]
+            shares = any(n > 1 and s == 0 for t in tensors for n, s in zip(t.shape, t.stride(), strict=True))
+            if any(a.is_floating_point() and a.numel() == 0 for a in tensors) or (dense and shares):
+                continue
+            if max((a.numel() for a in tensors), default=0) <= 1:
+                continue
+            variant = tuple(type(a) if isinstance(a, Tensor) else a for a in sample.args)
+            contiguous = all(a.is_contiguous() for a in tensors)
+            chosen.setdefault(variant if contiguous else "not contiguous", sample)
+        if not chosen:
+            raise NotApplicable("no sample has more than one element")
+        return list(chosen.values())[:count]
+
+    def again(self, sample: Sample) -> Sample:
+        """The same sample with other random values."""
+        dtype = next(a.dtype for a in sample.args if isinstance(a, Tensor) and a.is_floating_point())
+        return next(other for other in self.samples(dtype) if other.name == sample.name)
+
+    def require_gradient(self) -> None:
+        """Raises NotApplicable for an operator that has none."""
+        if self.operator.backward is None:
+            raise NotApplicable("the operator has no gradient")
+
+    def call(self, *args: Any) -> tuple[Tensor, ...]:
+        """The operator's outputs, always a tuple."""
+        return _tuple(self.operator.op(*args))
+
+    def reference(self, *args: Any) -> tuple[Tensor, ...]:
+        """The reference's outputs, always a tuple."""
+        return _tuple(self.operator.reference(*args))
+
+    def differentiable_outputs(self, args: Args) -> tuple[int, ...]:
+        """Which outputs carry a gradient."""
+        with FakeTensorMode() as mode:
+            fake = tuple(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args)
+            outputs = self.call(*with_gradient(fake))
+        return tuple(i for i, output in enumerate(outputs) if output.requires_grad)
+
+    def restricted(self, args: Args) -> tuple[Function, Function, tuple[Tensor, ...]]:
+        """Operator and reference as functions of the floating tensors in `args`, giving the differentiable outputs, and
+        these tensors."""
+        kept = self.differentiable_outputs(args)
+        if not kept:
+            raise NotApplicable("no output carries a gradient")
+        return self._restrict(self.call, args, kept), self._restrict(self.reference, args, kept), floating(args)
+
+    @staticmethod
+    def _restrict(function: Function, args: Args, kept: Sequence[int]) -> Function:
+        def restricted(*tensors: Tensor) -> tuple[Tensor, ...]:
+            outputs = function(*with_floating(args, tensors))
+            return tuple(outputs[i] for i in kept)
+
+        return restricted
+
+    def argument_names(self) -> list[str]:
+        """The schema's argument names, in order."""
+        return [argument.name for argument in self.operator.op._schema.arguments]
+
+
+def _tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def is_floating(a: Any) -> bool:
+    """Whether `a` is a floating tensor: what gradients and casts are about."""
+    return isinstance(a, Tensor) and a.is_floating_point()
+
+
+def size(args: Args) -> int:
+    """Elements of all tensors together."""
+    return sum(a.numel() for a in args if isinstance(a, Tensor))
+
+
+def floating(args: Args) -> tuple[Tensor, ...]:
+    """The floating tensors in `args`."""
+    return tuple(a for a in args if is_floating(a))
+
+
+def with_floating(args: Args, tensors: Sequence[Tensor]) -> Args:
+    """`args` with its floating tensors replaced, in order."""
+    replacements: Iterator[Tensor] = iter(tensors)
+    return tuple(next(replacements) if is_floating(a) else a for a in args)
+
+
+def cast(args: Args, dtype: torch.dtype) -> Args:
+    """`args` with its floating tensors in `dtype`."""
+    return tuple(a.to(dtype) if is_floating(a) else a for a in args)
+
+
+def with_gradient(args: Args) -> Args:
+    """`args` with its floating tensors as leaves that want a gradient, strides kept."""
+    return tuple(a.detach().requires_grad_() if is_floating(a) else a for a in args)
