@@ -53,8 +53,11 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def _arguments() -> list[str]:
-    """This process's arguments after the interpreter, paths of this machine left out."""
+    """This process's arguments after the interpreter, without where the report goes: a path of this machine."""
     script, *rest = sys.argv
+    rest = [
+        word for before, word in zip(["", *rest], rest, strict=False) if "--out" not in (before, word.split("=")[0])
+    ]
     if Path(script).name == "__main__.py":
         return ["-m", "fusedops.benchmark", *rest]
     return [os.path.relpath(script), *rest]

@@ -432,7 +432,7 @@ def test_quick_run_on_the_command_line(tmp_path):
     report = Report.read(tmp_path / "cpu" / "report.json")
     assert report.quick and [row.id for row in report.rows] == ["1"]
     assert report.environment["gpu"] is None and report.environment["versions"]["torch"] == torch.__version__
-    assert report.environment["command"].startswith("python -m fusedops.benchmark silu --quick")
+    assert report.environment["command"] == "python -m fusedops.benchmark silu --quick --device cpu"
     assert report.rows[0].error is None and report.rows[0].floor.bytes == 2 * 48 * 96 * 2
 
 
