@@ -67,7 +67,7 @@ def run(composed: DictConfig) -> None:
 
 
 def main() -> int:
-    """Run the command line; the exit code: 0, 1 for a run that failed, 2 for a configuration error, 128 + a signal's."""
+    """Run the command line. The exit code: 1 for a run that failed, 2 for a configuration error, 128 + a signal's."""
     if os.environ.get("HYDRA_FULL_ERROR") == "1":  # asked for by the user: every traceback in full
         run()
         return 0

@@ -45,7 +45,7 @@ def device_name(device: torch.device) -> str:
 class Comparison:
     """Trains and times arms of one task.
 
-    metrics.jsonl in the run directory gets a line, and the tracker an entry, for each stretch of steps and each evaluation.
+    For each stretch of steps and each evaluation, metrics.jsonl in the run directory gets a line, the tracker an entry.
     """
 
     def __init__(

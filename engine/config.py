@@ -21,14 +21,21 @@ from fusedops.slots import SLOTS
 class ModelPackage(Protocol):
     """What a package of models/ exports."""
 
-    Task: Callable[..., Any]
-    """The engine's task (`engine.task.Task`), of keyword arguments model, data and the numbers of training."""
-    ModelConfig: type
-    """A dataclass of name, preset and keys that depart from it; its method `architecture` has the preset filled in."""
-    PRESETS: Mapping[str, Any]
-    """The presets, by name."""
-    DATA: Mapping[str, type]
-    """The sources of data it can be trained on, each a dataclass of keys, its name among them."""
+    @property
+    def Task(self) -> Callable[..., Any]:
+        """The engine's task (`engine.task.Task`), of keyword arguments model, data and the numbers of training."""
+
+    @property
+    def ModelConfig(self) -> type:
+        """A dataclass of name, preset and keys that depart from it; `architecture()` has the preset filled in."""
+
+    @property
+    def PRESETS(self) -> Mapping[str, Any]:
+        """The presets, by name."""
+
+    @property
+    def DATA(self) -> Mapping[str, type]:
+        """The sources of data it can be trained on, each a dataclass of keys, its name among them."""
 
 
 def _number(default: float, low: float, high: float = float("inf")) -> Any:
@@ -135,7 +142,11 @@ def _stamp() -> str:
 
 
 def resolve(config: DictConfig, models: Mapping[str, ModelPackage]) -> Settings:
-    """Check a composed configuration and look its names up. Raises ConfigError naming the key, its value, what exists."""
+    """Check a composed configuration and look its names up.
+
+    Raises ConfigError naming the key, what it was, and what exists or is allowed.
+    """
+    check_keys(config)
     name, preset, source = config.model.name, config.model.preset, config.data.name
     if name not in models:
         raise unknown(f"model.name={name}", "model", name, models)
@@ -154,6 +165,18 @@ def resolve(config: DictConfig, models: Mapping[str, ModelPackage]) -> Settings:
     resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     resolved["model"] |= values.model.architecture()
     return Settings(package, values, resolved)
+
+
+def check_keys(config: DictConfig, prefix: str = "") -> None:
+    """Raise ConfigError for a key that the schema lacks: Hydra lets +key=value add any."""
+    schema: Any = OmegaConf.get_type(config)
+    known = [f.name for f in dataclasses.fields(schema)]
+    for key, value in config.items():
+        name = f"{prefix}{key!s}"
+        if key not in known:
+            raise unknown(f"{name}={value}", f"key of {prefix[:-1]}" if prefix else "key", str(key), known)
+        if isinstance(value, DictConfig):
+            check_keys(value, f"{name}.")
 
 
 def check_ranges(values: Any, prefix: str = "") -> None:

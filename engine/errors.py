@@ -19,7 +19,7 @@ class ConfigError(Exception):
 
 
 class RunError(Exception):
-    """A run cannot go on for a reason that its message tells: a loss that is not finite, a swap that swapped nothing."""
+    """A run cannot go on, for a reason that its message tells: a loss is not finite, a swap swapped nothing."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -35,7 +35,7 @@ def unknown(asked: str, kind: str, name: str, existing: Iterable[str]) -> Config
     names = list(existing)
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return ConfigError(f"{asked}: there is no {kind} {name!r}{hint}\n{kind}: {', '.join(names) or 'none exist'}")
+    return ConfigError(f"{asked}: there is no {kind} {name!r}{hint}\nthere are: {', '.join(names)}")
 
 
 def explain(error: BaseException, overrides: Iterable[str] = ()) -> str:
@@ -56,7 +56,7 @@ def _explanation(error: BaseException, overrides: list[str]) -> str:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return str(unknown(f"{group}={option}", f"option of {group}", option, error.options))
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: not of the form key=value\n{str(error).splitlines()[-1]}"
+        return f"{error.override}: not of the form key=value ({str(error).splitlines()[0]})"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         key = cause.full_key or str(cause.key)

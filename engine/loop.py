@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -68,7 +69,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def training_batches(task: Task, steps: int, device: torch.device) -> Iterator[tuple[Batch, int]]:
+def training_batches(task: Task, steps: int, device: torch.device) -> Generator[tuple[Batch, int], None, None]:
     """The batches of steps 0 to steps - 1 on the device, each with its units; for a GPU, prepared a step ahead."""
     if device.type != "cuda":
         for step in range(steps):
@@ -107,29 +108,6 @@ def evaluate(
     return metrics
 
 
-class _Window:
-    """The steps since the last line of the log, their losses and norms still on the device."""
-
-    def __init__(self) -> None:
-        self.results: list[StepResult] = []
-
-    def close(self, first_step: int) -> tuple[list[float], list[float]]:
-        """The losses and gradient norms on the host, which waits for the device. Raises RunError if one is not finite."""
-        losses = _to_host([result.loss for result in self.results])
-        norms = _to_host([result.gradient_norm for result in self.results])
-        for i, (loss, norm, result) in enumerate(zip(losses, norms, self.results, strict=True)):
-            if not math.isfinite(loss):
-                raise RunError(f"step {first_step + i}: the training loss is {loss}")
-            if not math.isfinite(norm) and not result.skipped:
-                raise RunError(f"step {first_step + i}: the norm of the gradient is {norm}")
-        self.results = []
-        return losses, norms
-
-
-def _to_host(scalars: list[Tensor]) -> list[float]:
-    return torch.stack([scalar.float() for scalar in scalars]).tolist()
-
-
 def train_arm(
     task: Task,
     model: nn.Module,
@@ -139,88 +117,116 @@ def train_arm(
     progress: TrainingProgress,
     stop: StopSignal,
 ) -> Training:
-    """Train a model, on the device already, through the task's phases, and evaluate it.
+    """Train a model that is on the device through the task's phases, and evaluate it.
 
-    Steps are counted from 1 in logs and messages. Raises RunError naming step and term when a loss or a gradient's norm is
-    not finite, Interrupted after the step during which a signal came.
+    Steps are counted from 1 in logs and messages. Raises RunError naming step and term when a loss or a gradient's norm
+    is not finite, Interrupted after the step during which a signal came.
     """
-    torch.manual_seed(train.seed)  # dropout's
-    result, window, clock = Training(), _Window(), _Clock(device)
-    phases = task.phases()
-    steps = sum(phase.steps for phase in phases)
-    batches = training_batches(task, steps, device)
-    step = 0
+    return _ArmTraining(task, model, train, device, log, progress, stop).run()
 
-    def close_window() -> None:
-        count = len(window.results)
-        if not count:
-            return
-        result.skipped_steps += sum(r.skipped for r in window.results)
-        losses, norms = window.close(step - count + 1)
-        clock.lap()
-        throughput = clock.units / clock.seconds if clock.units else None
-        result.losses += losses
-        values = {"train/loss": sum(losses) / count, "train/learning_rate": stepper.learning_rate}
+
+class _ArmTraining:
+    """The state of `train_arm`: the step, the clock, and the steps since the last log, still on the device."""
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        train: TrainConfig,
+        device: torch.device,
+        log: Log,
+        progress: TrainingProgress,
+        stop: StopSignal,
+    ) -> None:
+        self._task, self._model, self._train, self._device = task, model, train, device
+        self._log, self._progress, self._stop = log, progress, stop
+        self._result, self._clock = Training(), _Clock(device)
+        self._window: list[StepResult] = []
+        self._step = 0
+
+    def run(self) -> Training:
+        torch.manual_seed(self._train.seed)  # dropout's
+        phases = self._task.phases()
+        steps = sum(phase.steps for phase in phases)
+        with contextlib.closing(training_batches(self._task, steps, self._device)) as batches:
+            self._clock.restart()
+            for phase in phases:
+                stepper = Stepper(self._task, self._model, phase, self._train, self._device)
+                for batch, units in itertools.islice(batches, phase.steps):
+                    self._take(stepper, batch, units, last=self._step + 1 == steps)
+        self._validate()
+        self._result.peak_memory_bytes = self._clock.peak_memory
+        return self._result
+
+    def _take(self, stepper: Stepper, batch: Batch, units: int, last: bool) -> None:
+        self._window.append(stepper(batch))
+        self._step += 1
+        if self._step == WARMUP_STEPS:
+            self._clock.restart()
+        elif self._step > WARMUP_STEPS:
+            self._clock.units += units
+        if last or self._step % self._train.log_every == 0 or self._stop.received is not None:
+            self._close_window(stepper.learning_rate)
+        self._progress.step(self._step)
+        self._stop.check()
+        if self._train.eval_every and self._step % self._train.eval_every == 0 and not last:
+            self._validate()
+
+    def _close_window(self, learning_rate: float) -> None:
+        """Bring losses and norms to the host, which waits for the device; check and log them."""
+        window, self._window = self._window, []
+        losses = _to_host([result.loss for result in window])
+        norms = _to_host([result.gradient_norm for result in window])
+        self._clock.lap()
+        for step, loss, norm, result in zip(itertools.count(len(self._result.losses) + 1), losses, norms, window):
+            if not math.isfinite(loss):
+                raise RunError(f"step {step}: the training loss is {loss}")
+            if not math.isfinite(norm) and not result.skipped:
+                raise RunError(f"step {step}: the norm of the gradient is {norm}")
+        self._result.losses += losses
+        self._result.skipped_steps += sum(result.skipped for result in window)
+
+        values = {"train/loss": sum(losses) / len(losses), "train/learning_rate": learning_rate}
         if math.isfinite(norms[-1]):
             values["train/gradient_norm"] = norms[-1]
+        throughput = self._clock.units / self._clock.seconds if self._clock.units else None
         if throughput is not None:
-            values[f"perf/{task.unit}_per_s"] = throughput
-        log(step, values)
-        progress.measured(values["train/loss"], throughput)
-        result.seconds += clock.seconds
-        result.units += clock.units
-        clock.restart()
+            values[f"perf/{self._task.unit}_per_s"] = throughput
+            self._result.seconds += self._clock.seconds
+            self._result.units += self._clock.units
+        self._log(self._step, values)
+        self._progress.measured(values["train/loss"], throughput)
+        self._clock.restart()
 
-    def validate() -> None:
-        clock.pause()
-        metrics = evaluate(task, model, train, device, stop)
-        result.validation.append((step, metrics))
-        log(step, {f"val/{name}": value for name, value in metrics.items()})
-        clock.resume()
+    def _validate(self) -> None:
+        self._clock.pause()
+        metrics = evaluate(self._task, self._model, self._train, self._device, self._stop)
+        self._result.validation.append((self._step, metrics))
+        self._log(self._step, {f"val/{name}": value for name, value in metrics.items()})
+        self._clock.resume()
 
-    with contextlib.closing(batches):
-        for phase in phases:
-            stepper = Stepper(task, model, phase, train, device)
-            for _ in range(phase.steps):
-                batch, units = next(batches)
-                window.results.append(stepper(batch))
-                step += 1
-                clock.add(units, warm=step > WARMUP_STEPS)
-                if step == WARMUP_STEPS:
-                    clock.restart()
-                if step % train.log_every == 0 or step == steps or stop.received is not None:
-                    close_window()
-                progress.step(step)
-                stop.check()
-                if train.eval_every and step % train.eval_every == 0 and step != steps:
-                    validate()
-            close_window()
-    validate()
-    result.peak_memory_bytes = clock.peak_memory
-    return result
+
+def _to_host(scalars: list[Tensor]) -> list[float]:
+    return torch.stack([scalar.float() for scalar in scalars]).tolist()
 
 
 class _Clock:
-    """Wall time and peak memory of training steps: evaluations and the first steps do not count."""
+    """Wall time, units of work and peak memory of training steps, from the latest restart on, evaluations left out."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.units = 0
         self.seconds = 0.0
         self.peak_memory = 0 if device.type == "cuda" else None
-        self._started = time.perf_counter()
-
-    def add(self, units: int, warm: bool) -> None:
-        """A step of so many units was issued."""
-        self.units += units if warm else 0
+        self.resume()
 
     def restart(self) -> None:
-        """Measure from here."""
+        """Measure time and units from here."""
         synchronize(self._device)
         self.units, self.seconds, self._started = 0, 0.0, time.perf_counter()
 
     def lap(self) -> None:
-        """Add the time since the start, or the last lap."""
+        """Add the time since the start, or since the last lap."""
         synchronize(self._device)
         now = time.perf_counter()
         self.seconds += now - self._started

@@ -1,13 +1,16 @@
 """Which operators an arm's slots ran in a training step, how often, and by which path.
 
-Two witnesses must agree: the count that every operator of ours keeps where it runs (`fusedops.counting`), and a profile of
-a step. A fused slot that shows neither our operator nor an announced fallback swapped nothing, which is an error.
+Two witnesses must agree: the count that every operator of ours keeps where it runs (`fusedops.counting`), and a profile
+of a step. A fused slot that shows neither our operator nor an announced fallback swapped nothing, which is an error.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ NAMESPACE = "fusedops::"
 def operator_table(arm: Arm, step: Callable[[], object]) -> list[dict[str, Any]]:
     """A row for each operator of each slot: slot, implementation, operator, path, calls_per_step.
 
-    step: one training step of the arm, run three times. Raises RunError where the two witnesses disagree, or where a fused
+    step: one training step of the arm, run three times. Raises RunError where the two witnesses disagree, or where a
     slot ran none of its operators.
     """
     step()  # compiles kernels, allocates optimizer state
@@ -72,10 +75,31 @@ def _calls_by_path(operator: str, counted: Counter[tuple[str, str]], profiled: C
 
 def _profile(step: Callable[[], object]) -> Counter[str]:
     """How often each operator was called in a step. A call inside a call of the same name is its redispatch."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with _stderr_closed():
+        profile.start()
+    try:
         step()
+    finally:
+        with _stderr_closed():
+            profile.stop()
     events: list[FunctionEvent] = list(profile.events() or ())
     return Counter(event.name for event in events if not _within(event.name, event.cpu_parent))
+
+
+@contextlib.contextmanager
+def _stderr_closed() -> Iterator[None]:
+    """Sends file descriptor 2 nowhere: the profiler's library says there that it starts and stops, at any log level."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _within(name: str, event: FunctionEvent | None) -> bool:

@@ -29,8 +29,8 @@ from engine.progress import quantity
 from engine.tracking import Tracker
 
 CPU_NOTE = (
-    "This ran on a CPU: fused means the CPU implementations of the operators, made of stock PyTorch, so that no gain in "
-    "speed or memory is to be expected. The gains are a GPU's."
+    "This runs on a CPU: fused means the CPU implementations of the operators, made of stock PyTorch operations. "
+    "Expect no gain in speed or memory from them here; that is what the GPU kernels are for."
 )
 
 
@@ -189,7 +189,7 @@ def _arms_table(summary: Mapping[str, Any]) -> Table:
     metrics = list(next(iter(arms.values()))["metrics"])
     unit = next(iter(arms.values()))["throughput"]["unit"]
     header = ("arm", *(f"validation {m}" for m in metrics), f"{unit} (95 % interval)", "ms a step", "peak memory")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, arm in arms.items():
         speed = arm["throughput"]
         interval = f"{quantity(speed['value'])} ({quantity(speed['low'])} to {quantity(speed['high'])})"
@@ -203,7 +203,7 @@ def _arms_table(summary: Mapping[str, Any]) -> Table:
 
 def _ratios_table(summary: Mapping[str, Any]) -> Table:
     header = ("arm", "throughput (95 % interval)", "", "peak memory", "validation loss, difference")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, ratios in summary["ratios"].items():
         speed = timing.Interval(**ratios["throughput"])
         memory = "-" if ratios["peak_memory"] is None else f"{ratios['peak_memory']:.3f}x"
@@ -229,8 +229,8 @@ def _memory(n: int | None) -> str:
 def notes(summary: Mapping[str, Any]) -> list[str]:
     """What a reader of the tables must know."""
     result = [
-        "Throughput is the median over the rounds of an interleaved timing pass: whole training steps of the arms, timed in "
-        "turn in random order. Its ratio is the median of the ratios within rounds. Within 2 % is a tie.",
+        "Throughput is the median over the rounds of an interleaved timing pass: whole training steps of the arms, "
+        "timed in turn in random order. Its ratio is the median of the ratios within rounds; within 2 % is a tie.",
     ]
     if summary["device"].startswith("CPU"):
         result.append(CPU_NOTE)

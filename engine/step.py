@@ -52,7 +52,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 
 class StepResult(NamedTuple):
-    """What a step gave: its loss and the gradient's norm before clipping, still on the device, and whether fp16 skipped it."""
+    """A step's loss and its gradient's norm before clipping, both on the device, and whether fp16 skipped the step."""
 
     loss: Tensor
     gradient_norm: Tensor
@@ -62,8 +62,8 @@ class StepResult(NamedTuple):
 class Stepper:
     """Trains a model by one step a call, in one phase.
 
-    A step whose fp16 gradients are not finite is skipped: neither the weights nor the schedule move, and the loss is scaled
-    less from then on.
+    A step whose fp16 gradients are not finite is skipped: neither the weights nor the schedule move, and the loss is
+    scaled less from then on.
     """
 
     def __init__(self, task: Task, model: nn.Module, phase: Phase, train: TrainConfig, device: torch.device) -> None:

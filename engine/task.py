@@ -1,4 +1,4 @@
-"""What a model gives the engine: everything the loop needs to train, evaluate and count, and nothing about how it loops."""
+"""What a model gives the engine: all that the loop needs to train, evaluate and count, nothing about how it loops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Task(ABC):
 
     @abstractmethod
     def build(self, ops: Mapping[str, Callable[..., Any]]) -> nn.Module:
-        """The model with these functions in its slots, on the CPU in fp32, its weights drawn from the current generator."""
+        """The model with these functions in its slots, on the CPU in fp32, its weights from the current generator."""
 
     @abstractmethod
     def batch(self, step: int, rank: int = 0) -> Batch:
@@ -59,7 +59,7 @@ class Task(ABC):
         """The whole validation set, in batches whose sizes may differ."""
 
     def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """Metrics over the validation batches (already on the device), "loss" among them, each weighted by its count."""
+        """Metrics over validation batches that are on the device, "loss" among them, each weighted by its count."""
         total, count = 0.0, 0
         for batch in batches:
             loss, n = self.loss(model, batch)

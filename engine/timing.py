@@ -1,7 +1,7 @@
-"""The interleaved timing pass: arms timed in turn, in one stretch, so that what the machine does meanwhile hits all alike.
+"""The interleaved timing pass: arms timed in turn, so that what else the machine does hits all of them alike.
 
-Two trainings minutes apart differ by clocks and temperature; rounds in random order with pauses in between do not. A ratio
-is the median of the ratios within rounds; an interval is the 95 % bootstrap interval of a median over the rounds.
+Two trainings minutes apart differ by clocks and temperature; rounds in random order with pauses in between do not. A
+ratio is the median of the ratios within rounds; an interval is the 95 % bootstrap interval of a median over the rounds.
 """
 
 from __future__ import annotations

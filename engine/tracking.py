@@ -1,10 +1,11 @@
-"""Trackers: Weights & Biases, or nothing. A tracker that fails costs the run nothing but its record, and says why once."""
+"""Trackers: Weights & Biases, or none. One that fails says why, once, and costs the run nothing but its record."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,30 +90,40 @@ class GuardedTracker:
 
     def __init__(self, make: Callable[[], Tracker]) -> None:
         self._tracker: Tracker | None = None
-        self._attempt(lambda: setattr(self, "_tracker", make()))
+        with self._guard():
+            self._tracker = make()
 
     def start(self, arm: str) -> None:
         """See Tracker."""
-        self._attempt(lambda: self._tracker and self._tracker.start(arm))
+        if self._tracker is not None:
+            with self._guard():
+                self._tracker.start(arm)
 
     def log(self, arm: str, step: int, values: Mapping[str, float]) -> None:
         """See Tracker."""
-        self._attempt(lambda: self._tracker and self._tracker.log(arm, step, values))
+        if self._tracker is not None:
+            with self._guard():
+                self._tracker.log(arm, step, values)
 
     def summarize(self, arm: str, figures: Mapping[str, Any]) -> None:
         """See Tracker."""
-        self._attempt(lambda: self._tracker and self._tracker.summarize(arm, figures))
+        if self._tracker is not None:
+            with self._guard():
+                self._tracker.summarize(arm, figures)
 
     def close(self, exit_code: int) -> None:
         """See Tracker."""
-        self._attempt(lambda: self._tracker and self._tracker.close(exit_code))
+        if self._tracker is not None:
+            with self._guard():
+                self._tracker.close(exit_code)
 
-    def _attempt(self, action: Callable[[], object]) -> None:
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
         try:
-            action()
+            yield
         except Exception as error:  # noqa: BLE001 - a tracker may raise anything, and none of it may end a training
             self._tracker = None
-            _log.warning("tracking stops here, the run goes on: %s: %s", type(error).__name__, error)
+            _log.warning("tracking ends, the run goes on: %s: %s", type(error).__name__, error)
 
 
 def make_tracker(settings: TrackerConfig, directory: Path, config: Mapping[str, Any]) -> Tracker:
