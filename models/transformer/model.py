@@ -106,6 +106,10 @@ class TransformerOps:
             )
 
 
+class ResidualProjection(nn.Linear):
+    """A linear layer whose output is added to the residual stream, of which there are two a block: drawn smaller."""
+
+
 class Attention(nn.Module):
     """Causal self-attention; with fewer key and value heads than query heads, each serves a group of these."""
 
@@ -115,7 +119,7 @@ class Attention(nn.Module):
         self.ops = ops
         # One product for queries, keys and values.
         self.qkv = nn.Linear(config.d_model, (config.n_head + 2 * config.n_kv_head) * config.head_dim, bias=config.bias)
-        self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.out = ResidualProjection(config.d_model, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor, angles: Angles | None, mask: Tensor | None) -> Tensor:
         batch, length, width = x.shape
@@ -138,7 +142,7 @@ class GeluMlp(nn.Module):
         self.dropout = config.dropout
         self.approximate = "tanh" if config.mlp == "gelu_tanh" else "none"
         self.up = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
+        self.down = ResidualProjection(config.d_ff, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         up, down = self.up, self.down
@@ -157,7 +161,7 @@ class SwigluMlp(nn.Module):
         self.dropout = config.dropout
         self.gate = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
         self.up = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
+        self.down = ResidualProjection(config.d_ff, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(self.down(self.function(self.gate(x), self.up(x))), self.dropout, self.training)
@@ -206,16 +210,16 @@ class Transformer(PreTrainedModel, GenerationMixin):
         self.generation_config = GenerationConfig(use_cache=False)
 
     def _init_weights(self, module: nn.Module) -> None:
+        # Each kind of layer on its own: `transformers` may pass over modules without parameters, such as a Block.
         std = self.config.initializer_range
+        if isinstance(module, ResidualProjection):
+            std /= (2 * self.config.n_layer) ** 0.5
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=std)
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             nn.init.ones_(module.weight)
         if isinstance(module, (nn.Linear, nn.LayerNorm)) and module.bias is not None:
             nn.init.zeros_(module.bias)
-        if isinstance(module, Block):  # after its parts
-            for projection in (module.attention.out, module.mlp.down):
-                nn.init.normal_(projection.weight, std=std / (2 * self.config.n_layer) ** 0.5)
 
     def forward(
         self,
@@ -308,9 +312,9 @@ def rotary_angles(positions: Tensor, head_dim: int) -> Angles:
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Rotate each pair (i, i + D / 2) of a head by its angle, in fp32; x is [B, H, S, D]."""
+    """Rotate each pair (i, i + D / 2) of a head by its angle, in fp32 or x's dtype if wider; x is [B, H, S, D]."""
     cos, sin = angles
-    first, second = x.float().chunk(2, dim=-1)
+    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 

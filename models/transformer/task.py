@@ -62,8 +62,6 @@ class TransformerTask(Task):
         for key, value in (("steps", steps), ("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
             if value < 1:
                 raise ValueError(f"train.{key}={value}: must be at least 1")
-        if not 0 <= warmup_steps <= steps:
-            raise ValueError(f"train.warmup_steps={warmup_steps}: must be from 0 to steps={steps}")
         self.context: int = self.architecture["context"]
         self.slots = slots_of(self.architecture["mlp"])
         self.steps = steps
@@ -75,6 +73,10 @@ class TransformerTask(Task):
         self.min_lr_ratio = min_lr_ratio
         self.seed = seed
         self.corpus = text.load(text.stdlib_root(), data.validation_fraction)
+        if self.context >= len(self.corpus.train):
+            raise ValueError(
+                f"model.context={self.context}: the training text has {len(self.corpus.train):,} bytes; must be fewer"
+            )
 
     def config(self) -> TransformerConfig:
         """The configuration of the model."""
