@@ -19,8 +19,10 @@ BLOCK = 1024
 NUM_WARPS = 4  # 8 elements a thread: one call of Philox, and 16 bytes of a half type
 
 
+# In an expression these follow a tensor: in the interpreter, a constexpr times a tensor is a constexpr.
 SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 DENSITY_AT_ZERO = tl.constexpr(1 / math.sqrt(2 * math.pi))
+DENSITY_EXPONENT = tl.constexpr(-0.5 / math.log(2))
 # The tanh form is z sigmoid(SLOPE z + CUBIC z^3), since (1 + tanh(u)) / 2 = sigmoid(2u).
 SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
 CUBIC = tl.constexpr(2 * math.sqrt(2 / math.pi) * 0.044715)
@@ -28,24 +30,47 @@ CUBIC_SLOPE = tl.constexpr(3 * 2 * math.sqrt(2 / math.pi) * 0.044715)
 
 
 @triton.jit
-def gelu(z, TANH: tl.constexpr):
-    """z Phi(z), or its tanh form, with a sigmoid for its factor: 1 + tanh(u) would cancel for negative z."""
-    if TANH:
-        return z / (1.0 + tl.exp(-z * (SLOPE + CUBIC * z * z)))
+def normal_cdf(z, HALF: tl.constexpr):
+    """Phi(z). HALF: to 4e-5 of the smaller of Phi(z) and Phi(-z), in a third of erf's instructions."""
+    if HALF:
+        # log2 Phi(-t) for t in [0, 13], minimax, degree 9; it goes on falling past 13, to -infinity.
+        t = tl.abs(z)
+        h = -2.012395139416867e-09 * t + 1.4528772851463145e-07
+        h = h * t - 4.617326339939609e-06
+        h = h * t + 8.55300750117749e-05
+        h = h * t - 0.0010343975154682994
+        h = h * t + 0.008723312057554722
+        h = h * t - 0.054088883101940155
+        h = h * t - 0.4586362838745117
+        h = h * t - 1.1510510444641113
+        h = h * t - 1.000025749206543
+        tail = tl.exp2(h)
+        return tl.where(z > 0, 1.0 - tail, tail)
     else:
-        return 0.5 * z * (1.0 + tl.erf(z * SQRT_HALF))
+        return 0.5 * (1.0 + tl.erf(z * SQRT_HALF))
 
 
 @triton.jit
-def gelu_derivative(z, TANH: tl.constexpr):
+def gelu(z, TANH: tl.constexpr, HALF: tl.constexpr):
+    """z Phi(z), or its tanh form, with a sigmoid for its factor: 1 + tanh(u) would cancel for negative z."""
     if TANH:
-        v = z * (SLOPE + CUBIC * z * z)
+        return z / (1.0 + tl.exp(-z * (z * z * CUBIC + SLOPE)))
+    else:
+        return z * normal_cdf(z, HALF)
+
+
+@triton.jit
+def gelu_derivative(z, TANH: tl.constexpr, HALF: tl.constexpr):
+    if TANH:
+        v = z * (z * z * CUBIC + SLOPE)
         decay = tl.exp(-tl.abs(v))
         larger = 1.0 / (1.0 + decay)  # of sigmoid(v) and 1 - sigmoid(v), neither of which is taken from 1
         smaller = decay * larger
-        return tl.where(v > 0, larger, smaller) + z * (larger * smaller) * (SLOPE + CUBIC_SLOPE * z * z)
+        return tl.where(v > 0, larger, smaller) + z * (larger * smaller) * (z * z * CUBIC_SLOPE + SLOPE)
+    elif HALF:
+        return normal_cdf(z, HALF) + z * DENSITY_AT_ZERO * tl.exp2(z * z * DENSITY_EXPONENT)
     else:
-        return 0.5 * (1.0 + tl.erf(z * SQRT_HALF)) + z * DENSITY_AT_ZERO * tl.exp(-0.5 * z * z)
+        return normal_cdf(z, HALF) + z * DENSITY_AT_ZERO * tl.exp(z * z * -0.5)
 
 
 @triton.jit
@@ -77,7 +102,7 @@ def gelu_dropout_kernel(
 ):
     offsets, mask = flat_offsets(elements, BLOCK)
     z = load_computing(z_pointer, offsets, mask)
-    y = gelu(z, TANH)
+    y = gelu(z, TANH, z_pointer.dtype.element_ty.primitive_bitwidth == 16)
     if DROPOUT:
         # A product, not a choice between y and 0: what is dropped stays NaN where stock PyTorch leaves it so.
         y *= tl.where(keep(seed_pointer, threshold, BLOCK), scalar(scale, z.dtype), 0.0)
@@ -100,7 +125,7 @@ def gelu_dropout_backward_kernel(
     offsets, mask = flat_offsets(elements, BLOCK)
     grad = load_computing(grad_pointer, offsets, mask)
     z = load_computing(z_pointer, offsets, mask)
-    dz = grad * gelu_derivative(z, TANH)
+    dz = grad * gelu_derivative(z, TANH, z_pointer.dtype.element_ty.primitive_bitwidth == 16)
     if DROPOUT:
         dz *= tl.where(keep(seed_pointer, threshold, BLOCK), scalar(scale, z.dtype), 0.0)
     tl.store(dz_pointer + offsets, dz, mask=mask)

@@ -54,9 +54,9 @@ def device_limits(index: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=1024)
 def choose_tile(rows: int, columns: int, multiprocessors: int, shared_memory: int) -> Tile:
-    """The largest tile that fits the shared memory, is no taller than the rows and keeps every multiprocessor busy.
+    """The largest tile that fits the shared memory, is no taller than the rows and keeps most multiprocessors busy.
 
-    Where none gives each of them a program, the tile with the most programs.
+    Where none keeps three quarters of them busy, the tile with the most programs.
     """
     fitting = [tile for tile in TILES if tile.shared_memory <= shared_memory]
     tallest = max(16, triton.next_power_of_2(rows))
@@ -65,7 +65,9 @@ def choose_tile(rows: int, columns: int, multiprocessors: int, shared_memory: in
     def programs(tile: Tile) -> int:
         return triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
 
-    return next((tile for tile in candidates if programs(tile) >= multiprocessors), max(candidates, key=programs))
+    return next(
+        (tile for tile in candidates if programs(tile) >= 0.75 * multiprocessors), max(candidates, key=programs)
+    )
 
 
 @triton.jit
@@ -120,7 +122,7 @@ def linear_gelu_kernel(
 
     if HAS_BIAS:
         accumulator += tl.load(bias_pointer + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    y = gelu(accumulator, TANH).to(y_pointer.dtype.element_ty)
+    y = gelu(accumulator, TANH, HALF=True).to(y_pointer.dtype.element_ty)
     tl.store(y_pointer + rows[:, None] * N + columns[None, :], y, mask=x_mask & weight_mask)
 
 
