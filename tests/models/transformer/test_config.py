@@ -58,5 +58,5 @@ def test_a_validation_fraction_out_of_range_is_refused(fraction: float) -> None:
 
 
 def test_data_of_another_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="data.name=clicks: allowed: stdlib"):
+    with pytest.raises(ValueError, match=r"data\.name=clicks: allowed: stdlib"):
         StdlibConfig(name="clicks")

@@ -26,9 +26,8 @@ def library(tmp_path: Path) -> Path:
 
 def test_only_source_that_belongs_to_the_library_is_read(tmp_path: Path) -> None:
     kept = {"a.py": "a = 1\n", "email/b.py": "b = 2\n", "testing.py": "c = 3\n", "unittest/d.py": "d = 4\n"}
-    left_out = {
-        name: "bad = 1\n"
-        for name in (
+    left_out = dict.fromkeys(
+        (
             "site-packages/torch/e.py",
             "dist-packages/e.py",
             "test/e.py",
@@ -39,8 +38,9 @@ def test_only_source_that_belongs_to_the_library_is_read(tmp_path: Path) -> None
             "email/__pycache__/e.py",
             "notes.txt",
             "a.pyc",
-        )
-    }
+        ),
+        "bad = 1\n",
+    )
     write(tmp_path, kept | left_out | {"empty/__init__.py": ""})
     (tmp_path / "broken.py").symlink_to(tmp_path / "nowhere.py")
     corpus = data.load(tmp_path, 0.5)

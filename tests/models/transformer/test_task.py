@@ -52,7 +52,7 @@ def test_the_package_exports_what_the_engine_looks_up() -> None:
     assert Task.name == "transformer"
     assert Task.unit == "tokens"
     assert {"tiny", "tiny_swiglu", "small", "gpt_d512", "gpt_d768", "gpt2"} <= set(PRESETS)
-    assert DATA == {"stdlib": StdlibConfig}
+    assert {"stdlib": StdlibConfig} == DATA
 
 
 def test_slots_follow_the_mlp() -> None:
