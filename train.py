@@ -25,7 +25,7 @@ config.register(MODELS)
 
 
 def make_task(settings: config.Settings) -> Task:
-    """The task of a configuration. Raises ConfigError where model, data and training do not fit together."""
+    """The task of a configuration. Raises ConfigError where its parts do not fit together, or data cannot be read."""
     train = settings.values.train
     try:
         return settings.package.Task(
@@ -40,7 +40,7 @@ def make_task(settings: config.Settings) -> Task:
             min_lr_ratio=train.min_lr_ratio,
             seed=train.seed,
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
 
 
@@ -67,22 +67,29 @@ def run(composed: DictConfig) -> None:
 
 
 def main() -> int:
-    """Run the command line. The exit code: 1 for a run that failed, 2 for a configuration error, 128 + a signal's."""
-    if os.environ.get("HYDRA_FULL_ERROR") == "1":  # asked for by the user: every traceback in full
-        run()
-        return 0
+    """Run the command line. The exit code: 1 for a run that failed, 2 for a configuration error, 128 + a signal's.
+
+    HYDRA_FULL_ERROR=1 in the environment shows the traceback of a configuration error.
+    """
+    full_error = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then passes exceptions on, and they are explained here
     try:
         run()
     except CONFIGURATION_ERRORS as error:
+        if full_error == "1":
+            raise
         print(explain(error, sys.argv[1:]), file=sys.stderr)
         return 2
     except RunError as error:
         print(f"the run stopped: {error}", file=sys.stderr)
         return 1
     except Interrupted as error:
-        print(f"the run {error}", file=sys.stderr)
+        print(f"the run was {error}", file=sys.stderr)
         return error.exit_code
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full_error is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
     return 0
 
 

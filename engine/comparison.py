@@ -39,7 +39,17 @@ def device_name(device: torch.device) -> str:
     """What the device is called in reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU ({platform.processor() or platform.machine()}, {torch.get_num_threads()} threads)"
+    return f"CPU ({_processor()}, {torch.get_num_threads()} threads)"
+
+
+def _processor() -> str:
+    """The processor's model where Linux tells it, or its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.machine())
 
 
 class Comparison:
@@ -67,6 +77,8 @@ class Comparison:
         self.task, self.arms, self.train, self.device = task, arms, train, device
         self._directory, self._tracker, self._console = directory, tracker, console
         self._weights: dict[str, Tensor] | None = None
+        self.description = task.describe(self.build(arms[0]))
+        """What the task says about itself."""
 
     def run(self) -> None:
         """Everything, in order. Raises RunError or Interrupted; what was written until then stays."""
@@ -77,6 +89,7 @@ class Comparison:
                 stop.check()
                 self._train_arm(arm, stop)
                 self._release()
+            self._console.print(f"timing: {self.train.timing_rounds} rounds of training steps, the arms in turn")
             steps = {arm.name: self._step_of(arm) for arm in self.arms}
             self.seconds_per_step = timing.time_steps(steps, self.train.timing_rounds, self.device, stop)
 
@@ -93,10 +106,6 @@ class Comparison:
     def units_per_step(self) -> int:
         """How many units of work the steps of the timing pass are."""
         return self.task.units(self.task.batch(0))
-
-    def description(self) -> dict[str, str]:
-        """What the task says about itself."""
-        return self.task.describe(self.build(self.arms[0]))
 
     def _train_arm(self, arm: Arm, stop: StopSignal) -> None:
         model = self.build(arm)

@@ -50,7 +50,7 @@ def introduce(console: Console, comparison: Comparison, directory: Path) -> None
     """Print what is about to run."""
     console.print(f"run directory: {directory}")
     console.print(f"device: {device_name(comparison.device)}")
-    for key, value in comparison.description().items():
+    for key, value in comparison.description.items():
         console.print(f"{key}: {value}")
     console.print(f"arms: {'; '.join(arm.name for arm in comparison.arms)}")
     if comparison.device.type == "cpu":
@@ -99,7 +99,7 @@ def summarize(comparison: Comparison, baseline: str | None, resolved: Mapping[st
             if baseline is not None and name != baseline
         },
         "references": comparison.task.references(),
-        "description": comparison.description(),
+        "description": comparison.description,
         "precision": comparison.train.precision,
         "config_sha256": hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest(),
     }

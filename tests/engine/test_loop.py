@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+from engine.config import TrainConfig
+from engine.errors import Interrupted, RunError
+from engine.loop import matmul_precision
+
+
+def lines(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_arms_start_from_the_same_weights_and_see_the_same_batches(toy_task, compare):
+    task = toy_task(steps=7)
+    comparison = compare(task)
+    comparison.run()
+    native, fused = (comparison.trainings[arm] for arm in ("native", "fused"))
+    assert len(native.losses) == 7
+    torch.testing.assert_close(torch.tensor(fused.losses), torch.tensor(native.losses), rtol=1e-6, atol=0)
+    first, second = (comparison.build(arm).state_dict() for arm in comparison.arms)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_dropout_repeats_with_the_seed(toy_task, compare):
+    runs = []
+    for seed in (1, 1, 2):
+        comparison = compare(toy_task(dropout=0.5), ("native",), train=TrainConfig(seed=seed, device="cpu"))
+        comparison.run()
+        runs.append(comparison.trainings["native"].losses)
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_the_validation_loss_is_weighted_by_count(toy_task, compare):
+    task = toy_task()
+    comparison = compare(task, ("native",))
+    comparison.run()
+    loss = comparison.trainings["native"].validation[-1][1]["loss"]
+    # 9 samples and 2: the mean of the batches' means would be another figure.
+    torch.manual_seed(0)
+    model = comparison.build(comparison.arms[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.param_groups[0]["lr"] = 0.1 * 0.9**step
+        optimizer.zero_grad()
+        task.loss(model, task.batch(step))[0].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    batches = task.validation()
+    whole = {key: torch.cat([batch[key] for batch in batches]) for key in ("x", "y")}
+    with torch.no_grad():
+        assert loss == pytest.approx(float(task.loss(model, whole)[0]), rel=1e-5)
+
+
+def test_metrics_have_a_line_for_each_stretch_and_evaluation(toy_task, compare, tmp_path):
+    train = TrainConfig(log_every=4, eval_every=3, device="cpu")
+    compare(toy_task(steps=10), ("native",), train=train).run()
+    found = lines(tmp_path)
+    assert [line["step"] for line in found if "train/loss" in line] == [4, 8, 10]
+    assert [line["step"] for line in found if "val/loss" in line] == [3, 6, 9, 10]
+    last = next(line for line in found if line["step"] == 8)
+    assert last["arm"] == "native" and last["perf/samples_per_s"] > 0
+    assert last["train/learning_rate"] == pytest.approx(0.1 * 0.9**7)
+
+
+@pytest.mark.parametrize("log_every", [1, 3, 100])
+def test_a_loss_that_is_not_finite_ends_the_run_naming_its_step(toy_task, compare, tmp_path, log_every):
+    comparison = compare(toy_task(steps=8, poisoned=4), ("native",), train=TrainConfig(log_every=log_every, device="cpu"))
+    with pytest.raises(RunError, match="step 5: the training loss is nan"):
+        comparison.run()
+
+
+def test_a_gradient_that_is_not_finite_is_named_apart_from_the_loss(toy_task, compare):
+    task = toy_task(steps=8)
+    loss = task.loss
+
+    def rooted(model, batch):
+        value, count = loss(model, batch)
+        return value + (value - value.detach()).sqrt(), count  # finite, with an infinite slope
+
+    task.loss = rooted
+    with pytest.raises(RunError, match="step 1: the norm of the gradient is (nan|inf)"):
+        compare(task, ("native",)).run()
+
+
+def test_a_validation_metric_that_is_not_finite_ends_the_run(toy_task, compare):
+    task = toy_task()
+    task.evaluate = lambda model, batches: {"loss": 1.0, "auc": float("nan")}
+    with pytest.raises(RunError, match="validation auc is nan"):
+        compare(task, ("native",)).run()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_step_end_and_keeps_what_was_measured(toy_task, compare, tmp_path, signum):
+    task = toy_task(steps=50)
+    batch, before = task.batch, signal.getsignal(signum)
+
+    def interrupting(step):
+        if step == 5:
+            os.kill(os.getpid(), signum)
+        return batch(step)
+
+    task.batch = interrupting
+    with pytest.raises(Interrupted) as stopped:
+        compare(task).run()
+    assert stopped.value.exit_code == 128 + signum
+    assert signal.getsignal(signum) is before
+    assert [line["step"] for line in lines(tmp_path)] == [2, 4, 6]  # the sixth step ended, and was logged
+    assert set(line["arm"] for line in lines(tmp_path)) == {"native"}
+
+
+def test_tf32_is_set_for_the_run_alone():
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    for tf32, precision in ((True, "high"), (False, "highest")):
+        with matmul_precision(tf32):
+            assert torch.get_float32_matmul_precision() == precision
+            assert torch.backends.cudnn.allow_tf32 is tf32
+    assert before == (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
