@@ -16,6 +16,7 @@ _GPT: dict[str, Any] = {
     "positions": "learned",
     "bias": True,
     "tie_embeddings": False,
+    "init_std": 0.02,
 }
 _LLAMA: dict[str, Any] = {
     "mlp": "swiglu",
@@ -24,6 +25,7 @@ _LLAMA: dict[str, Any] = {
     "bias": False,
     "tie_embeddings": False,
     "dropout": 0.0,
+    "init_std": 0.02,
 }
 
 
@@ -82,6 +84,8 @@ def check_architecture(values: Mapping[str, Any], prefix: str = "") -> None:
         raise ValueError(
             f"{prefix}d_model={d_model}: rotary positions need an even d_model / n_head, not {d_model // n_head}"
         )
+    if values["init_std"] <= 0.0:
+        raise ValueError(f"{prefix}init_std={values['init_std']}: must be above 0")
     if not 0.0 <= values["dropout"] < 1.0:
         raise ValueError(f"{prefix}dropout={values['dropout']}: must be at least 0 and below 1")
 
@@ -125,6 +129,8 @@ class ModelConfig:
     """Probability, in [0, 1): inside the MLP after GELU, or on the MLP's output with swiglu. Attention has none."""
     bias: bool | None = None
     """Whether linear layers and LayerNorm have a bias; the output layer never has one."""
+    init_std: float | None = None
+    """Standard deviation, above 0, that weights are drawn with; narrow models learn slowly from GPT-2's 0.02."""
 
     def __post_init__(self) -> None:
         check_choice("model.name", self.name, ("transformer",))

@@ -46,7 +46,7 @@ class TransformerConfig(PretrainedConfig):
         dropout: float = PRESETS["tiny"]["dropout"],
         bias: bool = PRESETS["tiny"]["bias"],
         tie_word_embeddings: bool = PRESETS["tiny"]["tie_embeddings"],
-        initializer_range: float = 0.02,
+        init_std: float = PRESETS["tiny"]["init_std"],
         **kwargs: Any,
     ) -> None:
         self.n_layer = n_layer
@@ -61,7 +61,7 @@ class TransformerConfig(PretrainedConfig):
         self.positions = positions
         self.dropout = dropout
         self.bias = bias
-        self.initializer_range = initializer_range
+        self.init_std = init_std
         check_architecture(self.__dict__)
         super().__init__(**kwargs)
         self.tie_word_embeddings = tie_word_embeddings
@@ -188,8 +188,8 @@ class Transformer(PreTrainedModel, GenerationMixin):
     config  the architecture.
     ops     the functions in its slots; stock PyTorch if None. Not saved: `from_pretrained(path, ops)` gives them anew.
 
-    Weights are drawn from the current generator as GPT-2's: N(0, 0.02), the projections into the residual stream by
-    1 / sqrt(2 n_layer) less. Raises ValueError unless ops fills exactly the model's slots.
+    Weights are drawn from the current generator as GPT-2's: N(0, init_std^2), the projections into the residual stream
+    by 1 / sqrt(2 n_layer) smaller. Raises ValueError unless ops fills exactly the model's slots.
     """
 
     config_class = TransformerConfig
@@ -211,7 +211,7 @@ class Transformer(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         # Each kind of layer on its own: `transformers` may pass over modules without parameters, such as a Block.
-        std = self.config.initializer_range
+        std = self.config.init_std
         if isinstance(module, ResidualProjection):
             std /= (2 * self.config.n_layer) ** 0.5
         if isinstance(module, (nn.Linear, nn.Embedding)):

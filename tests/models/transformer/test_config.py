@@ -42,6 +42,7 @@ def test_query_heads_alone_bring_as_many_key_and_value_heads() -> None:
             {"d_model": 60, "positions": "rotary"},
             "model.d_model=60: rotary positions need an even d_model / n_head, not 15",
         ),
+        ({"init_std": 0.0}, "model.init_std=0.0: must be above 0"),
         ({"dropout": 1.0}, "model.dropout=1.0: must be at least 0 and below 1"),
         ({"dropout": -0.1}, "model.dropout=-0.1: must be at least 0 and below 1"),
     ],

@@ -160,7 +160,7 @@ def test_loss_is_the_mean_cross_entropy_of_the_labels_given(kind: str) -> None:
 
 
 def test_weights_are_drawn_as_gpt2s() -> None:
-    model = Transformer(config_of("gelu", n_layer=8, d_model=96))
+    model = Transformer(config_of("gelu", n_layer=8, d_model=96, init_std=0.02))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             assert not parameter.any(), name
