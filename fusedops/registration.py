@@ -177,9 +177,7 @@ def register(**fields: Any) -> Operator:
     for device_type, key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastCPU")):
         if operator.autocast is not None:
             _library.impl(name, _autocast_kernel(operator, device_type, key), key)
-    register_vmap(
-        qualified, lambda info, dims, *args: operator.vmap(operator, info, dims, *complete(args)), lib=_library
-    )
+    register_vmap(qualified, _vmap_rule(operator, complete), lib=_library)
     register_flop_formula(op.overloadpacket, get_raw=True)(
         lambda *args, out_val=None, **_: operator.cost(*complete(args)).flops
     )
@@ -360,6 +358,14 @@ def _autocast_kernel(operator: Operator, device_type: str, key: str) -> Callable
             return op(*(a.to(dtype) if eligible(a) and a.dtype != torch.float64 else a for a in args))
 
     return kernel
+
+
+def _vmap_rule(operator: Operator, complete: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        args = complete(args)
+        return operator.vmap(operator, info, (*dims, *(None for _ in args[len(dims) :])), *args)
+
+    return rule
 
 
 def pointwise_vmap(operator: Operator, info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from fusedops.testing.subject import cast
 
 VALUE_FACTOR = 2.0
 """Values may be off by this many times stock's own error."""
@@ -12,57 +17,80 @@ GRADIENT_FACTOR = 3.0
 
 EXACT_EPSILONS = {torch.float16: 1.0, torch.bfloat16: 1.0, torch.float32: 4.0, torch.float64: 4.0}
 """Results may always be off by this many epsilons of the exact value, since stock may hit a value by luck: one where
-the arithmetic is in float32 and the result rounded once, more where the arithmetic itself rounds."""
+the arithmetic is in float32 and the result rounded once, more where the arithmetic itself rounds. One more epsilon of
+the tensor's largest value is for sums that cancel: another order of summation leaves that much."""
 
 FLOAT64_MARGIN = 4.0
 """float64's own error is not measured but estimated from float32's, and the reference has it too: so many times it."""
 
 
-def stock_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that stock PyTorch's own error is measured in: float64's against float64 would be zero, so float32."""
-    return torch.float32 if dtype == torch.float64 else dtype
-
-
 def assert_accurate(
-    what: str, ours: Tensor, exact: Tensor, stock: Tensor, *, dtype: torch.dtype, factor: float = VALUE_FACTOR
+    what: str,
+    ours: Sequence[Tensor],
+    reference: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Any],
+    *,
+    dtype: torch.dtype,
+    factor: float,
+    further: Iterable[Sequence[Any]] = (),
 ) -> None:
-    """Raise AssertionError unless `ours` is close enough to `exact`.
+    """Raise AssertionError unless `ours` are close enough to the reference's results.
 
-    ours   the result in `dtype`.
-    exact  the result in float64 from the same inputs.
-    stock  the result of stock PyTorch in `stock_dtype(dtype)`; its largest error, scaled to `dtype`, times `factor` is
-           allowed, and EXACT_EPSILONS of each exact value.
+    ours       the results in `dtype` for `inputs`.
+    reference  the same function in stock PyTorch, for inputs of any dtype. In float64 it gives the exact results; in
+               `dtype` (for float64 in float32, and scaled) it gives stock's own error: the largest in each tensor, of
+               which `factor` times as much is allowed, and what EXACT_EPSILONS says.
+    further    other inputs like `inputs`: stock's own error is the largest over all, since in a small tensor it may be
+               small by luck.
 
-    What is not finite must be the same NaN or infinity, and what is not floating must be equal.
+    Where the exact result is NaN or infinite, ours must be the same, or the same as stock's in `dtype`. Results that
+    are not floating must be equal.
     """
+    stock_dtype = torch.float32 if dtype == torch.float64 else dtype
+    scale = FLOAT64_MARGIN * torch.finfo(dtype).eps / torch.finfo(stock_dtype).eps if dtype == torch.float64 else 1.0
+    exact, stock = reference(*cast(inputs, torch.float64)), reference(*cast(inputs, stock_dtype))
+    own_errors = [_largest_error(s, e) for s, e in zip(stock, exact, strict=True)]
+    for other in further:
+        results = zip(reference(*cast(other, stock_dtype)), reference(*cast(other, torch.float64)), strict=True)
+        own_errors = [max(own, _largest_error(s, e)) for own, (s, e) in zip(own_errors, results, strict=True)]
+    assert len(ours) == len(exact), f"{what}: {len(ours)} results, reference {len(exact)}"
+    for i, (result, e, s, own) in enumerate(zip(ours, exact, stock, own_errors, strict=True)):
+        _assert_close(f"{what}, result {i}", result.detach(), e.detach(), s.detach(), dtype, factor * scale * own)
+
+
+def _largest_error(stock: Tensor, exact: Tensor) -> float:
+    if not stock.is_floating_point() or not stock.numel():
+        return 0.0
+    stock, exact = stock.detach().double(), exact.detach().double()
+    return torch.where(stock.isfinite() & exact.isfinite(), (stock - exact).abs(), 0).max().item()
+
+
+def _assert_close(what: str, ours: Tensor, exact: Tensor, stock: Tensor, dtype: torch.dtype, allowed: float) -> None:
     assert ours.shape == exact.shape, f"{what}: shape {tuple(ours.shape)}, reference {tuple(exact.shape)}"
     if not ours.is_floating_point():
         assert torch.equal(ours, exact.to(ours.dtype)), f"{what}: differs from the reference"
         return
     if not ours.numel():
         return
-    ours, exact, stock = ours.detach().double(), exact.detach().double(), stock.detach().double()
+    ours, exact, stock = ours.double(), exact.double(), stock.double()
     info = torch.finfo(dtype)
-    finite = exact.isfinite() & (exact.abs() <= info.max)
     # Past the dtype's range the exact value is what it overflows to.
-    expected = torch.where(exact.abs() > info.max, exact.sign() * torch.inf, exact)
-    same = torch.isclose(ours, expected, equal_nan=True)[~finite]
-    assert same.all(), f"{what}: {(~same).sum()} of {(~finite).sum()} NaN or infinite values differ from the reference"
+    exact = torch.where(exact.abs() > info.max, exact.sign() * torch.inf, exact)
+    finite = exact.isfinite()
+    same = torch.isclose(ours, exact, equal_nan=True) | torch.isclose(ours, stock, equal_nan=True)
+    wrong = (~same & ~finite).sum()
+    assert not wrong, f"{what}: {wrong} of {(~finite).sum()} NaN or infinite values differ from the reference"
 
-    measured = finite & stock.isfinite()
-    margin = FLOAT64_MARGIN if dtype == torch.float64 else 1.0
-    own_error = torch.where(measured, (stock - exact).abs(), 0).max() * (info.eps / torch.finfo(stock_dtype(dtype)).eps)
-    allowed = (
-        factor * margin * own_error + EXACT_EPSILONS[dtype] * info.eps * exact.abs() + info.smallest_normal * info.eps
-    )
     error = torch.where(finite, (ours - exact).abs(), 0)
-    wrong = finite & ~(error <= allowed)
-    if wrong.any():
-        worst = int(torch.where(wrong, error.nan_to_num(torch.inf) - allowed, -torch.inf).argmax())
+    largest = torch.where(finite, exact.abs(), 0).max()
+    limit = allowed + info.eps * (EXACT_EPSILONS[dtype] * exact.abs() + largest + info.smallest_normal)
+    excess = torch.where(finite & ~(error <= limit), (error - limit).nan_to_num(torch.inf), -torch.inf).flatten()
+    if (excess > -torch.inf).any():
+        worst = int(excess.argmax())
         raise AssertionError(
-            f"{what}: {int(wrong.sum())} of {error.numel()} values are off; at flat index {worst} "
+            f"{what}: {int((excess > -torch.inf).sum())} of {error.numel()} values are off; at flat index {worst} "
             f"{ours.flatten()[worst]:.9g} against {exact.flatten()[worst]:.9g} in float64, error "
-            f"{error.flatten()[worst]:.3g}, allowed {allowed.flatten()[worst]:.3g} (stock's own: {own_error:.3g})"
+            f"{error.flatten()[worst]:.3g}, allowed {limit.flatten()[worst]:.3g}"
         )
 
 

@@ -69,10 +69,9 @@ def check_operator(
         raise KeyError(f"no check {', '.join(unknown)}; there are {', '.join(CHECKS)}")
     if seed is None:
         seed = int(torch.randint(2**31, ()))
-    subject = Subject(operator, torch.device(device))
     report, errors = [], []
     for name in chosen:
-        check, error = _run(subject, name, seed)
+        check, error = _run(operator, torch.device(device), name, seed)
         report.append(check)
         errors += [error] if error is not None else []
     if errors:
@@ -80,15 +79,15 @@ def check_operator(
     return report
 
 
-def _run(subject: Subject, name: str, seed: int) -> tuple[Check, Exception | None]:
+def _run(operator: Operator, device: torch.device, name: str, seed: int) -> tuple[Check, Exception | None]:
     start = time.perf_counter()
-    if name in subject.operator.exempt:
-        return Check(name, "not applicable", subject.operator.exempt[name], 0.0), None
-    devices = [subject.device] if subject.device.type == "cuda" else []
+    if name in operator.exempt:
+        return Check(name, "not applicable", operator.exempt[name], 0.0), None
+    devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         try:
-            CHECKS[name](subject)
+            CHECKS[name](Subject(operator, device))
         except NotApplicable as error:
             return Check(name, "not applicable", str(error), time.perf_counter() - start), None
         except Exception as error:  # noqa: BLE001 - an operator can fail in any way; the report carries it

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fusedops.testing.accuracy import GRADIENT_FACTOR, assert_accurate
-from fusedops.testing.subject import Args, NotApplicable, Subject, cast, floating, with_gradient
+from fusedops.testing.subject import Args, NotApplicable, Subject, floating, with_gradient
 from fusedops.testing.transforms import grad
 
 CHEAP = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -52,14 +52,18 @@ def _assert_compiles(subject: Subject, backend: str, *, dynamic: bool) -> None:
     op = subject.operator.op
     compiled = torch.compile(lambda *args: op(*args), backend=counter, fullgraph=True, dynamic=dynamic)
     compilations = []
-    for _ in range(2):
-        args = subject.again(sample).args
+    for args in subject.again(sample, 2):
         ours = _results(compiled, args, differentiable)
         compilations.append(counter.frame_count)
-        exact = _results(subject.reference, args, differentiable)
-        stock = _results(subject.reference, cast(args, torch.float32), differentiable)
-        for i, triple in enumerate(zip(ours, exact, stock, strict=True)):
-            assert_accurate(f"{sample.name}, result {i}", *triple, dtype=torch.float64, factor=GRADIENT_FACTOR)
+        assert_accurate(
+            sample.name,
+            ours,
+            lambda *args: _results(subject.reference, args, differentiable),
+            args,
+            dtype=torch.float64,
+            factor=GRADIENT_FACTOR,
+            further=subject.further(sample),
+        )
     assert compilations[0] == compilations[1], "the second call at the same shape compiled again"
 
 
@@ -88,7 +92,12 @@ def compile_transforms(subject: Subject) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(grad(grad(ours)), backend="aot_eager", fullgraph=True)
-    single = cast(tensors, torch.float32)
-    results = compiled(*tensors), grad(grad(reference))(*tensors), grad(grad(reference))(*single)
-    for i, triple in enumerate(zip(*results, strict=True)):
-        assert_accurate(f"{sample.name}, grad(grad) {i}", *triple, dtype=torch.float64, factor=GRADIENT_FACTOR)
+    assert_accurate(
+        f"{sample.name}, grad(grad)",
+        compiled(*tensors),
+        grad(grad(reference)),
+        tensors,
+        dtype=torch.float64,
+        factor=GRADIENT_FACTOR,
+        further=map(floating, subject.further(sample)),
+    )

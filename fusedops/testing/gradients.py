@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from fusedops.testing.accuracy import GRADIENT_FACTOR, assert_accurate, assert_same, stock_dtype
-from fusedops.testing.subject import Args, Function, NotApplicable, Subject, cast, size, with_gradient
+from fusedops.registration import Sample
+from fusedops.testing.accuracy import GRADIENT_FACTOR, assert_accurate, assert_same
+from fusedops.testing.subject import Args, Function, NotApplicable, Subject, floating, size, with_gradient
 
 SLOW_MODE_ELEMENTS = 64
 """Up to this many elements gradcheck computes the whole Jacobian, past it two products with random vectors."""
+HIGHEST_ORDER = 3
 
 
-def _gradients(function: Function, tensors: tuple[Tensor, ...], cotangents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _gradients(function: Function, tensors: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
     leaves = tuple(t.detach().requires_grad_() for t in tensors)
     return torch.autograd.grad(function(*leaves), leaves, cotangents, materialize_grads=True)
 
 
 def _assert_gradients(
-    subject: Subject, what: str, args: Args, dtype: torch.dtype, cotangent: Callable[[Tensor], Tensor]
+    subject: Subject, what: str, sample: Sample, dtype: torch.dtype, cotangent: Callable[[Tensor], Tensor]
 ) -> None:
-    ours, reference, tensors = subject.restricted(args)
-    cotangents = tuple(cotangent(output) for output in ours(*tensors))
-    stock = stock_dtype(dtype)
-    results = (
-        _gradients(ours, tensors, cotangents),
-        _gradients(reference, cast(tensors, torch.float64), cast(cotangents, torch.float64)),
-        _gradients(reference, cast(tensors, stock), cast(cotangents, stock)),
-    )
-    for i, (tensor, *gradients) in enumerate(zip(tensors, *results, strict=True)):
-        assert gradients[0].dtype == tensor.dtype, (
-            f"{what}: gradient {i} is {gradients[0].dtype}, its input {tensor.dtype}"
-        )
-        assert_accurate(f"{what}, gradient {i}", *gradients, dtype=dtype, factor=GRADIENT_FACTOR)
+    ours, reference, tensors = subject.restricted(sample.args)
+    outputs = ours(*tensors)
+
+    def draw(args: Args) -> tuple[Tensor, ...]:
+        return (*floating(args), *map(cotangent, outputs))
+
+    def of_reference(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return _gradients(reference, inputs[: len(tensors)], inputs[len(tensors) :])
+
+    inputs = draw(sample.args)
+    results = _gradients(ours, tensors, inputs[len(tensors) :])
+    for i, (gradient, tensor) in enumerate(zip(results, tensors, strict=True)):
+        assert gradient.dtype == tensor.dtype, f"{what}: gradient {i} is {gradient.dtype}, its input {tensor.dtype}"
+    further = [draw(args) for args in subject.further(sample)]
+    assert_accurate(what, results, of_reference, inputs, dtype=dtype, factor=GRADIENT_FACTOR, further=further)
 
 
 def gradients(subject: Subject) -> None:
@@ -43,7 +47,7 @@ def gradients(subject: Subject) -> None:
     subject.require_gradient()
     for dtype in subject.dtypes:
         for sample in subject.samples(dtype):
-            _assert_gradients(subject, f"{sample.name}, {dtype}", sample.args, dtype, torch.randn_like)
+            _assert_gradients(subject, f"{sample.name}, {dtype}", sample, dtype, torch.randn_like)
 
 
 def _expanded_in_one_dimension(output: Tensor) -> Tensor:
@@ -76,7 +80,7 @@ def gradient_layouts(subject: Subject) -> None:
                 ("sliced", _every_other_element),
                 ("transposed", _reversed_strides),
             ):
-                _assert_gradients(subject, f"{sample.name}, {dtype}, gradient {name}", sample.args, dtype, cotangent)
+                _assert_gradients(subject, f"{sample.name}, {dtype}, gradient {name}", sample, dtype, cotangent)
 
 
 def no_gradient(subject: Subject) -> None:
@@ -111,20 +115,29 @@ def second_finite_differences(subject: Subject) -> None:
         gradgradcheck(ours, tuple(t.detach().requires_grad_() for t in tensors), fast_mode=True)
 
 
-def _orders(
-    function: Function, tensors: tuple[Tensor, ...], cotangents: list[list[Tensor]]
-) -> list[tuple[Tensor, ...]]:
-    """The gradients of each order: of a weighted sum of the last one's, in the inputs and in all weights so far."""
+def _orders(function: Function, tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The gradients of each order: of a weighted sum of the last one's, in the tensors and in all weights so far."""
     leaves = [t.detach().requires_grad_() for t in tensors]
-    results: list[tuple[Tensor, ...]] = []
+    remaining = iter(weights)
     current = function(*leaves)
-    for weights in cotangents:
-        weights = [w.detach().requires_grad_() for w in weights[: len(current)]]
-        total = sum(((w * c).sum() for w, c in zip(weights, current, strict=True)), start=torch.zeros(()))
-        leaves += weights
+    results: list[Tensor] = []
+    for _ in range(HIGHEST_ORDER):
+        chosen = [next(remaining).detach().requires_grad_() for _ in current]
+        total = torch.stack([(w * c).sum() for w, c in zip(chosen, current, strict=True)]).sum()
+        leaves += chosen
         current = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True)
-        results.append(current)
-    return results
+        results += current
+    return tuple(results)
+
+
+def _weights(outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Random weights of the outputs, then of each order's gradients."""
+    weights: list[Tensor] = []
+    current = outputs
+    for _ in range(HIGHEST_ORDER):
+        weights += [torch.randn_like(t) for t in current]
+        current = [*tensors, *weights]
+    return tuple(weights)
 
 
 def third_order(subject: Subject) -> None:
@@ -132,23 +145,25 @@ def third_order(subject: Subject) -> None:
     subject.require_gradient()
     for sample in subject.few(torch.float64):
         ours, reference, tensors = subject.restricted(sample.args)
-        shapes: list[Tensor] = list(ours(*tensors))
-        cotangents: list[list[Tensor]] = []
-        leaves = list(tensors)
-        for _ in range(3):
-            cotangents.append([torch.randn_like(t) for t in shapes])
-            leaves += cotangents[-1]
-            shapes = leaves
-        single = [[w.float() for w in weights] for weights in cotangents]
-        results = (
-            _orders(ours, tensors, cotangents),
-            _orders(reference, tensors, cotangents),
-            _orders(reference, cast(tensors, torch.float32), single),
+        outputs = ours(*tensors)
+        count = len(tensors)
+
+        def draw(args: Args, outputs: tuple[Tensor, ...] = outputs) -> tuple[Tensor, ...]:
+            return (*floating(args), *_weights(outputs, floating(args)))
+
+        def of_reference(*t: Tensor, reference: Function = reference, count: int = count) -> tuple[Tensor, ...]:
+            return _orders(reference, t[:count], t[count:])
+
+        inputs = draw(sample.args)
+        assert_accurate(
+            sample.name,
+            _orders(ours, tensors, inputs[count:]),
+            of_reference,
+            inputs,
+            dtype=torch.float64,
+            factor=GRADIENT_FACTOR,
+            further=map(draw, subject.further(sample)),
         )
-        for order, gradients in enumerate(zip(*results, strict=True), 1):
-            for i, triple in enumerate(zip(*gradients, strict=True)):
-                what = f"{sample.name}, order {order}, gradient {i}"
-                assert_accurate(what, *triple, dtype=torch.float64, factor=GRADIENT_FACTOR)
 
 
 def repeated_backward(subject: Subject) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +19,18 @@ class NotApplicable(Exception):
     """Raised by a check that has nothing to check in this operator; its message says why."""
 
 
-@dataclass(frozen=True)
+ELEMENTS_FOR_ERROR = 256
+"""Stock's own error is measured on so many elements of a sample, by drawing it again, at most MOST_DRAWS times."""
+MOST_DRAWS = 8
+
+
 class Subject:
     """An operator on a device, in the dtypes that can be checked there."""
 
-    operator: Operator
-    device: torch.device
+    def __init__(self, operator: Operator, device: torch.device):
+        self.operator = operator
+        self.device = device
+        self._draws: dict[torch.dtype, list[dict[str, Args]]] = {}
 
     @property
     def interpreted(self) -> bool:
@@ -77,10 +82,16 @@ class Subject:
             raise NotApplicable("no sample has more than one element")
         return list(chosen.values())[:count]
 
-    def again(self, sample: Sample) -> Sample:
-        """The same sample with other random values."""
-        dtype = next(a.dtype for a in sample.args if isinstance(a, Tensor) and a.is_floating_point())
-        return next(other for other in self.samples(dtype) if other.name == sample.name)
+    def again(self, sample: Sample, count: int) -> list[Args]:
+        """The same sample `count` times, its floating tensors with other random values."""
+        draws = self._draws.setdefault(floating(sample.args)[0].dtype, [])
+        while len(draws) < count:
+            draws.append(dict(self.samples(floating(sample.args)[0].dtype)))
+        return [with_floating(sample.args, floating(draw[sample.name])) for draw in draws[:count]]
+
+    def further(self, sample: Sample) -> list[Args]:
+        """As many other draws of a small sample as make stock's own error on it more than luck."""
+        return self.again(sample, min(MOST_DRAWS, ELEMENTS_FOR_ERROR // max(size(sample.args), 1)))
 
     def require_gradient(self) -> None:
         """Raises NotApplicable for an operator that has none."""
@@ -148,7 +159,7 @@ def with_floating(args: Args, tensors: Sequence[Tensor]) -> Args:
     return tuple(next(replacements) if is_floating(a) else a for a in args)
 
 
-def cast(args: Args, dtype: torch.dtype) -> Args:
+def cast(args: Sequence[Any], dtype: torch.dtype) -> Args:
     """`args` with its floating tensors in `dtype`."""
     return tuple(a.to(dtype) if is_floating(a) else a for a in args)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,20 +11,29 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from fusedops.testing.accuracy import GRADIENT_FACTOR, assert_accurate
-from fusedops.testing.subject import Function, NotApplicable, Subject, cast, floating
+from fusedops.testing.subject import Args, Function, NotApplicable, Subject, floating
 
-JACOBIAN_ELEMENTS = 64
+JACOBIAN_ELEMENTS = 256
 """jacrev and hessian are taken of samples up to this many elements in the first tensor."""
 
 
-def _compare(what: str, ours: Callable[..., Any], reference: Callable[..., Any], tensors: tuple[Tensor, ...]) -> None:
-    """Both functions of the same float64 tensors."""
-    results = [
-        pytree.tree_leaves(function(*given))
-        for function, given in ((ours, tensors), (reference, tensors), (reference, cast(tensors, torch.float32)))
-    ]
-    for i, triple in enumerate(zip(*results, strict=True)):
-        assert_accurate(f"{what}, result {i}", *triple, dtype=torch.float64, factor=GRADIENT_FACTOR)
+def _compare(
+    what: str,
+    ours: Callable[..., Any],
+    reference: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    further: Iterable[Args] = (),
+) -> None:
+    """Both functions of the same float64 tensors; their results may be nested."""
+    assert_accurate(
+        what,
+        pytree.tree_leaves(ours(*tensors)),
+        lambda *t: pytree.tree_leaves(reference(*t)),
+        tensors,
+        dtype=torch.float64,
+        factor=GRADIENT_FACTOR,
+        further=map(floating, further),
+    )
 
 
 def _weighted_sum(outputs: tuple[Tensor, ...]) -> Tensor:
@@ -70,6 +79,7 @@ def forward_mode(subject: Subject) -> None:
     subject.require_gradient()
     for sample in subject.few(torch.float64):
         ours, reference, tensors = subject.restricted(sample.args)
+        further = subject.further(sample)
         for name, transform in (
             ("jvp", _jvp),
             ("dual numbers", _dual),
@@ -77,7 +87,7 @@ def forward_mode(subject: Subject) -> None:
             ("grad(jvp)", lambda function: grad(_jvp(function))),
         ):
             try:
-                _compare(f"{sample.name}, {name}", transform(ours), transform(reference), tensors)
+                _compare(f"{sample.name}, {name}", transform(ours), transform(reference), tensors, further)
             except NotImplementedError as error:
                 assert subject.operator.jvp is None, f"{sample.name}, {name}: {error}"
                 assert subject.operator.name in str(error), f"the message does not name the operator: {error}"
@@ -89,8 +99,9 @@ def func_grad(subject: Subject) -> None:
     subject.require_gradient()
     for sample in subject.few(torch.float64):
         ours, reference, tensors = subject.restricted(sample.args)
-        _compare(f"{sample.name}, grad", grad(ours), grad(reference), tensors)
-        _compare(f"{sample.name}, grad(grad)", grad(grad(ours)), grad(grad(reference)), tensors)
+        further = subject.further(sample)
+        _compare(f"{sample.name}, grad", grad(ours), grad(reference), tensors, further)
+        _compare(f"{sample.name}, grad(grad)", grad(grad(ours)), grad(grad(reference)), tensors, further)
 
 
 def func_jacobians(subject: Subject) -> None:
@@ -98,6 +109,7 @@ def func_jacobians(subject: Subject) -> None:
     subject.require_gradient()
     sample = subject.few(torch.float64, 1)[0]
     ours, reference, tensors = subject.restricted(sample.args)
+    further = subject.further(sample)
     if tensors[0].numel() > JACOBIAN_ELEMENTS:
         raise NotApplicable(f"the smallest sample has more than {JACOBIAN_ELEMENTS} elements")
 
@@ -107,8 +119,8 @@ def func_jacobians(subject: Subject) -> None:
 
         return torch.func.hessian(scalar) if subject.operator.jvp else torch.func.jacrev(torch.func.jacrev(scalar))
 
-    _compare(f"{sample.name}, jacrev", torch.func.jacrev(ours), torch.func.jacrev(reference), tensors)
-    _compare(f"{sample.name}, hessian", second(ours), second(reference), tensors)
+    _compare(f"{sample.name}, jacrev", torch.func.jacrev(ours), torch.func.jacrev(reference), tensors, further)
+    _compare(f"{sample.name}, hessian", second(ours), second(reference), tensors, further)
 
 
 def _loop(function: Function, in_dims: tuple[int | None, ...]) -> Function:
@@ -129,7 +141,7 @@ def vmap(subject: Subject) -> None:
     subject.require_gradient()
     for sample in subject.few(torch.float64):
         ours, reference, tensors = subject.restricted(sample.args)
-        others = [floating(subject.again(sample).args) for _ in range(2)]
+        others = map(floating, subject.again(sample, 2))
         batch = tuple(torch.stack(examples, dim=-1) for examples in zip(tensors, *others, strict=True))
         all_dims = (-1,) * len(tensors)
         one_dim = (-1, *(None for _ in tensors[1:]))
