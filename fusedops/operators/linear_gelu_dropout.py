@@ -357,4 +357,5 @@ linear_gelu_dropout_operator = register(
     jvp=_jvp,
     vmap=_vmap,
     autocast="cast",
+    interpreted_dtypes=tuple(dtype for dtype in FLOATING if dtype != torch.bfloat16),
 )
