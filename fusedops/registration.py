@@ -153,6 +153,7 @@ def register(**fields: Any) -> Operator:
     exempt     checks of fusedops.testing that this operator is not put to: their names, each with the reason.
     """
     operator = Operator(**fields)
+    _refuse_lists(operator)
     name, qualified = operator.name, f"{NAMESPACE}::{operator.name}"
     _library.define(operator.schema)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -182,6 +183,13 @@ def register(**fields: Any) -> Operator:
         lambda *args, out_val=None, **_: operator.cost(*complete(args)).flops
     )
     return operator
+
+
+def _refuse_lists(operator: Operator) -> None:
+    for argument in _C.parse_schema(operator.schema).arguments:
+        # A hand-written Autograd kernel that gets a list of tensors drops their gradients in silence.
+        if argument.type.kind() == "ListType" and "Tensor" in str(argument.type):
+            raise ValueError(f"{operator.schema}: {argument.name} is a list of tensors; give each tensor an argument")
 
 
 def _completer(op: Any) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Every check of fusedops.testing on every registered operator: CPU implementation, kernels interpreted, kernels on a GPU."""
+"""Every check of fusedops.testing on every operator: CPU implementations, kernels interpreted, kernels on a GPU."""
 
 from __future__ import annotations
 
