@@ -40,7 +40,8 @@ def linear_gelu_dropout(
     if not training:
         p = 0.0
     # Drawn here and passed as a tensor, so that checkpointing, compilers and captured graphs see it drawn.
-    seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=x.device) if p > 0 else None
+    draws = 0.0 < p <= 1.0  # the operator refuses another p
+    seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=x.device) if draws else None
     save_z = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
