@@ -2,103 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusedops.kernels.attention_tiles import launch, tf32_allowed, tiles
 from fusedops.operators.flash_attention import diagonal, empty_outputs, with_unit_stride
-from fusedops.registration import INTERPRETING
 
 LOG2_E = 1.4426950408889634
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tiles
-
-
-class Tile(NamedTuple):
-    """BLOCK_M queries by BLOCK_N keys a step, and how a program is compiled."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
-# By bytes of an element and head dim padded: what to try, the first that fits the GPU's shared memory stays. For half
-# types, on an H200: tall tiles of 8 warps where nothing is masked, smaller ones of 4 warps where half of a tile on the
-# diagonal is wasted. float32 in IEEE precision has no tensor core products and, like float64, spills in large tiles.
-_HALF_FULL = {
-    64: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)),
-    128: (Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
-    256: (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
-}
-_HALF_CAUSAL = {
-    64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
-    128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
-    256: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
-}
-_SINGLE = {
-    64: (Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
-    128: (Tile(32, 32, 4, 2), Tile(32, 16, 4, 1)),
-    256: (Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
-}
-_DOUBLE = {
-    64: (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
-    128: (Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
-    256: (Tile(16, 16, 4, 1),),
-}
-# In the interpreter small inputs are to cross the edges of tiles.
-INTERPRETED = Tile(32, 16, 4, 1)
-
-
-@functools.cache
-def _tiles(itemsize: int, block_d: int, causal: bool, few_queries: bool, device: int | None) -> list[Tile]:
-    """The tiles left to try on a device, best first."""
-    if INTERPRETING:
-        return [INTERPRETED]
-    table = {2: _HALF_CAUSAL if causal else _HALF_FULL, 4: _SINGLE, 8: _DOUBLE}[itemsize]
-    tiles = list(table[max(block_d, 64)])
-    if few_queries and itemsize == 2:  # as in decoding: do not compute rows that do not exist
-        tiles = [Tile(16, tile.block_n, 4, tile.num_stages) for tile in tiles]
-    return tiles
-
-
-def launch(tiles: list[Tile], programs: Callable[[Tile], int], kernel: Any, *args: Any, **constants: Any) -> None:
-    """Launch with the first tile that fits the GPU; those that do not are dropped from `tiles` for good."""
-    while True:
-        tile = tiles[0]
-        try:
-            kernel[(programs(tile),)](
-                *args,
-                BLOCK_M=tile.block_m,
-                BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-                **constants,
-            )
-            return
-        except triton.runtime.OutOfResources:
-            if len(tiles) == 1:
-                raise
-            tiles.pop(0)
 
 
 def padded_head_dim(head_dim: int) -> int:
     """The power of two that a tile's columns are: at least 16, which a product needs."""
     return max(16, triton.next_power_of_2(head_dim))
-
-
-def product_precision(dtype: torch.dtype) -> str:
-    """How float32 products are rounded: as the user told PyTorch to do its own."""
-    # The older allow_tf32 raises once the newer settings were used; this reads both.
-    allowed = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if allowed else "ieee"
 
 
 def scale_and_sign(scale: float | None, head_dim: int) -> tuple[float, int]:
@@ -146,13 +62,13 @@ def load_tile(base, offsets, rows, D: tl.constexpr, CHECK: tl.constexpr):
 
 
 @triton.jit
-def store_tile(base, tile, rows, D: tl.constexpr):
-    """Stores a tile of a contiguous tensor of D columns, as far as it has rows."""
+def store_tile(pointer, tile, batch, head, first, heads, length, D: tl.constexpr):
+    """Stores rows from `first` on of one head of a tensor laid out as operators.flash_attention.empty_like does."""
     ROWS: tl.constexpr = tile.shape[0]
     BLOCK_D: tl.constexpr = tile.shape[1]
-    mask = (tl.arange(0, ROWS)[:, None] < rows) & (tl.arange(0, BLOCK_D)[None, :] < D)
-    offsets = tl.arange(0, ROWS)[:, None] * D + tl.arange(0, BLOCK_D)[None, :]
-    tl.store(base + offsets, tile.to(base.dtype.element_ty), mask=mask)
+    base = pointer + ((batch * length + first) * heads + head) * D
+    mask = (tl.arange(0, ROWS)[:, None] < length - first) & (tl.arange(0, BLOCK_D)[None, :] < D)
+    tl.store(base + tile_offsets(heads * D, ROWS, BLOCK_D), tile.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -294,8 +210,8 @@ def flash_attention_kernel(
     blind = blind | (keys == 0)
     total = tl.where(blind, 1.0, total)
     lse = tl.where(blind, float("-inf"), (peak + tl.log2(total)) * 0.6931471805599453)
+    store_tile(out_pointer, acc / total[:, None], batch, head, first_query, heads, queries, D)
     first_row = pair.to(tl.int64) * queries + first_query
-    store_tile(out_pointer + first_row * D, acc / total[:, None], queries - first_query, D)
     tl.store(lse_pointer + first_row + rows, lse, mask=rows < queries - first_query)
 
 
@@ -310,9 +226,9 @@ def flash_attention(
     keys = k.shape[2]
     offset = diagonal(queries, keys, alignment)
     factor, sign = scale_and_sign(scale, head_dim)
-    block_d = padded_head_dim(head_dim)
+    block_d, tf32 = padded_head_dim(head_dim), tf32_allowed(q.dtype)
     launch(
-        _tiles(q.itemsize, block_d, causal, queries <= 16, q.device.index),
+        tiles("forward", q.itemsize, tf32, block_d, causal, queries <= 16, q.device.index),
         lambda tile: triton.cdiv(queries, tile.block_m) * batch * heads,
         flash_attention_kernel,
         q, k, v, out, lse,
@@ -322,6 +238,6 @@ def flash_attention(
         BLOCK_D=block_d,
         CAUSAL=causal,
         SIGN=sign,
-        PRECISION=product_precision(q.dtype),
+        PRECISION="tf32" if tf32 else "ieee",
     )  # fmt: skip
     return out, lse

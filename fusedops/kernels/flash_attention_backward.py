@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusedops.kernels.attention_tiles import launch, tf32_allowed, tiles
 from fusedops.kernels.flash_attention import (
-    INTERPRETED,
     LOG2_E,
-    Tile,
     key_ranges,
-    launch,
     load_tile,
     padded_head_dim,
-    product_precision,
     scale_and_sign,
     seen,
     split_head,
@@ -25,54 +20,8 @@ from fusedops.kernels.flash_attention import (
     tile_offsets,
 )
 from fusedops.operators.flash_attention import diagonal, empty_gradients, with_unit_stride
-from fusedops.registration import INTERPRETING
 
-# As in kernels.flash_attention: by (bytes of an element, head dim padded), the first that fits stays.
-_KV_TILES = {
-    2: {
-        64: (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 1)),
-        128: (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 1)),
-        256: (Tile(32, 64, 8, 1), Tile(32, 32, 4, 1)),
-    },
-    4: {
-        64: (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
-        128: (Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
-        256: (Tile(16, 16, 4, 1),),
-    },
-    8: {
-        64: (Tile(16, 16, 4, 1),),
-        128: (Tile(16, 16, 4, 1),),
-        256: (Tile(16, 16, 8, 1),),
-    },
-}
-_Q_TILES = {
-    2: {
-        64: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 1)),
-        128: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 1)),
-        256: (Tile(64, 32, 8, 1), Tile(32, 32, 4, 1)),
-    },
-    4: {
-        64: (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
-        128: (Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
-        256: (Tile(16, 16, 4, 1),),
-    },
-    8: {
-        64: (Tile(16, 16, 4, 1),),
-        128: (Tile(16, 16, 4, 1),),
-        256: (Tile(16, 16, 8, 1),),
-    },
-}
 _ROW_BLOCK = 32
-
-
-@functools.cache
-def _kv_tiles(itemsize: int, block_d: int, device: int | None) -> list[Tile]:
-    return [INTERPRETED] if INTERPRETING else list(_KV_TILES[itemsize][max(block_d, 64)])
-
-
-@functools.cache
-def _q_tiles(itemsize: int, block_d: int, device: int | None) -> list[Tile]:
-    return [INTERPRETED] if INTERPRETING else list(_Q_TILES[itemsize][max(block_d, 64)])
 
 
 @triton.jit
@@ -248,9 +197,9 @@ def key_value_gradient_kernel(
             grad_stride, scale_, first_key, clear, queries, queries, diagonal, D, BLOCK_M, BLOCK_N, False, CHECK,
             SIGN, PRECISION,
         )  # fmt: skip
-    first_row = pair.to(tl.int64) * keys + first_key
-    store_tile(dk_pointer + first_row * D, dk * tl.full((), factor, computing), remaining, D)
-    store_tile(dv_pointer + first_row * D, dv, remaining, D)
+    dk = dk * tl.full((), factor, computing)
+    store_tile(dk_pointer, dk, batch, kv_head, first_key, kv_heads, keys, D)
+    store_tile(dv_pointer, dv, batch, kv_head, first_key, kv_heads, keys, D)
 
 
 @triton.jit
@@ -367,7 +316,7 @@ def query_gradient_kernel(
         dq, q, grad, lse, delta, k_base, v_base, k_offsets, v_offsets, k_stride, v_stride, scale_, first_query,
         clear, end, keys, diagonal, D, BLOCK_M, BLOCK_N, CAUSAL, True, SIGN, PRECISION,
     )  # fmt: skip
-    store_tile(dq_pointer + first_row * D, dq * tl.full((), factor, computing), remaining, D)
+    store_tile(dq_pointer, dq * tl.full((), factor, computing), batch, head, first_query, heads, queries, D)
 
 
 def flash_attention_backward(
@@ -389,7 +338,7 @@ def flash_attention_backward(
     kv_heads, keys = k.shape[1:3]
     offset = diagonal(queries, keys, alignment)
     scale_, sign = scale_and_sign(scale, head_dim)
-    precision, block_d = product_precision(q.dtype), padded_head_dim(head_dim)
+    block_d, tf32 = padded_head_dim(head_dim), tf32_allowed(q.dtype)
 
     terms = torch.empty((2, *lse.shape), dtype=lse.dtype, device=lse.device)
     row_terms_kernel[(triton.cdiv(lse.numel(), _ROW_BLOCK),)](
@@ -398,18 +347,21 @@ def flash_attention_backward(
     )  # fmt: skip
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3])
     sizes = (heads // kv_heads, queries, keys, offset, lse.numel(), scale_ * LOG2_E, scale_ * sign)
+    precision = "tf32" if tf32 else "ieee"
     constants = {"D": head_dim, "BLOCK_D": block_d, "CAUSAL": causal, "SIGN": sign, "PRECISION": precision}
+    tile_key = (q.itemsize, tf32, block_d, causal, False, q.device.index)
     if keys:
-        tiles = _kv_tiles(q.itemsize, block_d, q.device.index)
-        check = queries % max(tile.block_m for tile in tiles) != 0
+        choice = tiles("keys", *tile_key)
+        # Whichever is taken, its last step has all of its queries.
+        check = queries % max(tile.block_m for tile in choice) != 0
         launch(
-            tiles,
+            choice,
             lambda tile: triton.cdiv(keys, tile.block_n) * batch * kv_heads,
             key_value_gradient_kernel,
             q, k, v, grad, terms, dk, dv, *strides, kv_heads, *sizes, CHECK=check, **constants,
         )  # fmt: skip
     launch(
-        _q_tiles(q.itemsize, block_d, q.device.index),
+        tiles("queries", *tile_key),
         lambda tile: triton.cdiv(queries, tile.block_m) * batch * heads,
         query_gradient_kernel,
         q, k, v, grad, terms, dq, *strides, heads, *sizes, **constants,

@@ -27,9 +27,9 @@ def flash_attention(
     """Attention: softmax(scale * q k^T) v over the last two dimensions, the softmax over the keys.
 
     q: (B, Hq, Sq, D); k, v: (B, Hkv, Sk, D), D from 1 to 256. One dtype (float16, bfloat16, float32, float64), one
-    device, any strides. Returns a contiguous (B, Hq, Sq, D) of that dtype; sums are in fp32, for float64 in float64.
-    float32 products are rounded to TF32 only where `torch.backends.cuda.matmul` allows it. Under autocast the inputs
-    are cast.
+    device, any strides. Returns (B, Hq, Sq, D) of that dtype, in memory (B, Sq, Hq, D): merging the heads copies
+    nothing. Sums are in fp32, for float64 in float64; float32 products are rounded to TF32 only where
+    `torch.backends.cuda.matmul` allows it. Under autocast the inputs are cast.
 
     Hq may be a multiple of Hkv (grouped queries): query head h then reads head h // (Hq // Hkv) of k and v.
     scale: D**-0.5 unless given.
@@ -64,14 +64,24 @@ def with_unit_stride(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
+def empty_like(tensor: Tensor) -> Tensor:
+    """A tensor of its shape, not filled, that lies in memory as (batch, length, heads, head dim).
+
+    Models split heads off a last dimension and merge them into it again: in this layout, which PyTorch's own flash
+    kernels have too, neither copies anything, forward or backward.
+    """
+    batch, heads, length, head_dim = tensor.shape
+    return tensor.new_empty((batch, length, heads, head_dim)).transpose(1, 2)
+
+
 def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse, not filled."""
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=_computing_dtype(q))
+    return empty_like(q), q.new_empty(q.shape[:-1], dtype=_computing_dtype(q))
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, not filled."""
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return empty_like(q), empty_like(k), empty_like(v)
 
 
 def _computing_dtype(tensor: Tensor) -> torch.dtype:
@@ -244,7 +254,9 @@ def _backward_of_backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None,
 # CPU
 
 
-def _stock_cpu_arguments(q: Tensor, keys: int, causal: bool, scale: float | None, alignment: str) -> tuple[Any, ...]:
+def _stock_cpu_arguments(
+    q: Tensor, keys: int, causal: bool, scale: float | None, alignment: str, dtype: torch.dtype
+) -> tuple[Any, ...]:
     """How to ask PyTorch's CPU kernel for a case: (rows that see nothing, sign, is_causal, mask, scale).
 
     The kernel knows the top left alignment only and gives NaN for rows that see nothing and for a scale below zero:
@@ -256,30 +268,50 @@ def _stock_cpu_arguments(q: Tensor, keys: int, causal: bool, scale: float | None
     offset, rows = offset + blind, queries - blind
     mask = None
     if offset > 0 and rows > 1:
-        mask = q.new_full((rows, keys), float("-inf")).triu_(1 + offset)
+        mask = q.new_full((rows, keys), float("-inf"), dtype=dtype).triu_(1 + offset)
     factor = _scale(q, scale)
     sign = (factor > 0) - (factor < 0)
     return blind, sign, causal and offset == 0, mask, abs(factor) if sign else 1.0
 
 
+def _dtype_on_cpu(q: Tensor, k: Tensor, backward: bool) -> torch.dtype:
+    """What to compute in: float16 is several times slower than float32 there, and its sums are less exact; gradients of
+    a group's heads are added up in whatever they are computed in."""
+    grouped = q.shape[1] != k.shape[1]
+    return _computing_dtype(q) if q.dtype == torch.float16 or (backward and grouped) else q.dtype
+
+
+def _laid_out(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor` in a dtype and in the layout of `empty_like`: itself where it is."""
+    tensor = tensor.to(dtype)
+    return tensor if tensor.transpose(1, 2).is_contiguous() else empty_like(tensor).copy_(tensor)
+
+
 def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, alignment: str) -> tuple[Tensor, Tensor]:
-    out, lse = empty_outputs(q)
-    if out.numel() == 0:
-        return out, lse
-    blind, sign, is_causal, mask, factor = _stock_cpu_arguments(q, k.shape[2], causal, scale, alignment)
-    out[:, :, :blind] = 0
-    lse[:, :, :blind] = float("-inf")
-    if blind < q.shape[2]:
-        q, k, v = (with_unit_stride(t) for t in (q[:, :, blind:], k, v))
-        result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q if sign == 1 else q * sign, k, v, 0.0, is_causal, attn_mask=mask, scale=factor
-        )
-        out[:, :, blind:], lse[:, :, blind:] = result
-        # The kernel takes a row of NaN scores for one that sees nothing.
-        lost = lse[:, :, blind:] == float("-inf")
-        if lost.any():
-            out[:, :, blind:].masked_fill_(lost[..., None], float("nan"))
-            lse[:, :, blind:].masked_fill_(lost, float("nan"))
+    keys = k.shape[2]
+    if q.numel() == 0 or keys == 0:
+        out, lse = empty_outputs(q)
+        return out.zero_(), lse.fill_(float("-inf"))
+    dtype = _dtype_on_cpu(q, k, backward=False)
+    blind, sign, is_causal, mask, factor = _stock_cpu_arguments(q, keys, causal, scale, alignment, dtype)
+    seeing = q[:, :, blind:] if blind else q
+    seeing = seeing if sign == 1 else seeing * sign
+    q_, k_, v_ = (with_unit_stride(t.to(dtype)) for t in (seeing, k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_, k_, v_, 0.0, is_causal, attn_mask=mask, scale=factor
+    )
+    out, lse = _laid_out(out, q.dtype), lse.contiguous()
+    # The kernel takes a row of NaN scores for one that sees nothing.
+    lost = lse == float("-inf")
+    if lost.any():
+        out.masked_fill_(lost[..., None], float("nan"))
+        lse.masked_fill_(lost, float("nan"))
+    if blind:
+        (part, part_lse), (out, lse) = (out, lse), empty_outputs(q)
+        out[:, :, :blind] = 0
+        lse[:, :, :blind] = float("-inf")
+        out[:, :, blind:] = part
+        lse[:, :, blind:] = part_lse
     return out, lse
 
 
@@ -294,22 +326,23 @@ def _backward_cpu(
     scale: float | None,
     alignment: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = empty_gradients(q, k, v)
-    blind, sign, is_causal, mask, factor = _stock_cpu_arguments(q, k.shape[2], causal, scale, alignment)
-    dq[:, :, :blind] = 0
+    dtype = _dtype_on_cpu(q, k, backward=True)
+    blind, sign, is_causal, mask, factor = _stock_cpu_arguments(q, k.shape[2], causal, scale, alignment, dtype)
     if blind == q.shape[2] or q.numel() == 0:
-        return dq, dk.zero_(), dv.zero_()
-    grad, q, out, lse = (t[:, :, blind:] for t in (grad, q, out, lse))
-    if q.shape[1] != k.shape[1]:
-        # The kernel adds the heads of a group up in the dtype of k.
-        grad, q, k, v, out = (t.to(_computing_dtype(t)) for t in (grad, q, k, v, out))
-        mask = None if mask is None else mask.to(q.dtype)
-    grad, q, k, v = (with_unit_stride(t) for t in (grad, q, k, v))
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q if sign == 1 else q * sign, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=factor
+        dq, dk, dv = empty_gradients(q, k, v)
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    if blind:
+        grad, q, out, lse = (t[:, :, blind:] for t in (grad, q, out, lse))
+    q_ = q if sign == 1 else q * sign
+    grad_, q_, k_, v_, out_ = (with_unit_stride(t.to(dtype)) for t in (grad, q_, k, v, out))
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_, q_, k_, v_, out_, lse, 0.0, is_causal, attn_mask=mask, scale=factor
     )
-    dq[:, :, blind:] = gradients[0] if sign == 1 else gradients[0] * sign
-    return dq, dk.copy_(gradients[1]), dv.copy_(gradients[2])
+    if sign != 1:
+        dq = dq * sign
+    if blind:
+        dq = torch.nn.functional.pad(dq, (0, 0, blind, 0))
+    return _laid_out(dq, q.dtype), _laid_out(dk, q.dtype), _laid_out(dv, q.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
