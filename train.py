@@ -19,6 +19,7 @@ from engine.task import Task
 from engine.tracking import make_tracker
 from models import transformer
 
+CONFIGS = Path(__file__).resolve().parent / "configs"
 MODELS: dict[str, config.ModelPackage] = {"transformer": transformer}
 
 config.register(MODELS)
@@ -44,7 +45,7 @@ def make_task(settings: config.Settings) -> Task:
         raise ConfigError(str(error)) from error
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="config")
+@hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
 def run(composed: DictConfig) -> None:
     """One comparison, in the run directory that Hydra made."""
     settings = config.resolve(composed, MODELS)

@@ -87,7 +87,7 @@ class Comparison:
                 self.operators[arm.name] = operator_table(arm, self._step_of(arm))
                 self._release()
                 stop.check()
-                self._train_arm(arm, stop)
+                self.train_arm(arm, stop)
                 self._release()
             self._console.print(f"timing: {self.train.timing_rounds} rounds of training steps, the arms in turn")
             steps = {arm.name: self._step_of(arm) for arm in self.arms}
@@ -107,7 +107,8 @@ class Comparison:
         """How many units of work the steps of the timing pass are."""
         return self.task.units(self.task.batch(0))
 
-    def _train_arm(self, arm: Arm, stop: StopSignal) -> None:
+    def train_arm(self, arm: Arm, stop: StopSignal) -> None:
+        """Train and evaluate one arm."""
         model = self.build(arm)
         self._tracker.start(arm.name)
         steps = sum(phase.steps for phase in self.task.phases())

@@ -20,9 +20,8 @@ from engine.signals import StopSignal
 
 IDLE_SECONDS = 0.2
 """Pause before a sample on a GPU, which slows itself down under unbroken load."""
-SAMPLE_SECONDS = 0.1
-"""A sample runs steps for at least about so long, so that the clock's and the launch's jitter do not count."""
-MAX_STEPS = 50
+SHORTEST_SAMPLE, LONGEST_SAMPLE = 0.1, 1.0
+"""Seconds that the fastest arm's samples take at least, so that jitter does not count, and the slowest's at most."""
 RESAMPLES = 4000
 TIE = 0.02
 """Ratios this close to 1 are called a tie."""
@@ -69,7 +68,7 @@ def time_steps(
     for step in steps.values():
         sample(step, 2)
         warm.append(sample(step, 1))
-    count = min(MAX_STEPS, max(1, math.ceil(SAMPLE_SECONDS / min(warm))))
+    count = max(1, min(math.ceil(SHORTEST_SAMPLE / min(warm)), int(LONGEST_SAMPLE / max(warm))))
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     order, generator = list(steps), random.Random(0)
     for _ in range(rounds):

@@ -69,7 +69,11 @@ class ToyTask(Task):
         return [self._samples(1000, 9), self._samples(1001, 2)]
 
     def phases(self) -> list[Phase]:
-        return [Phase("sgd", self.steps, lambda model: [torch.optim.SGD(model.parameters(), lr=0.1)], lambda step: 0.9**step)]
+        return [
+            Phase(
+                "sgd", self.steps, lambda model: [torch.optim.SGD(model.parameters(), lr=0.1)], lambda step: 0.9**step
+            )
+        ]
 
     def flops_per_step(self) -> int:
         return 1000

@@ -70,7 +70,9 @@ def test_metrics_have_a_line_for_each_stretch_and_evaluation(toy_task, compare, 
 
 @pytest.mark.parametrize("log_every", [1, 3, 100])
 def test_a_loss_that_is_not_finite_ends_the_run_naming_its_step(toy_task, compare, tmp_path, log_every):
-    comparison = compare(toy_task(steps=8, poisoned=4), ("native",), train=TrainConfig(log_every=log_every, device="cpu"))
+    comparison = compare(
+        toy_task(steps=8, poisoned=4), ("native",), train=TrainConfig(log_every=log_every, device="cpu")
+    )
     with pytest.raises(RunError, match="step 5: the training loss is nan"):
         comparison.run()
 
@@ -84,7 +86,7 @@ def test_a_gradient_that_is_not_finite_is_named_apart_from_the_loss(toy_task, co
         return value + (value - value.detach()).sqrt(), count  # finite, with an infinite slope
 
     task.loss = rooted
-    with pytest.raises(RunError, match="step 1: the norm of the gradient is (nan|inf)"):
+    with pytest.raises(RunError, match=r"step 1: the norm of the gradient is (nan|inf)"):
         compare(task, ("native",)).run()
 
 
@@ -111,7 +113,7 @@ def test_a_signal_lets_the_step_end_and_keeps_what_was_measured(toy_task, compar
     assert stopped.value.exit_code == 128 + signum
     assert signal.getsignal(signum) is before
     assert [line["step"] for line in lines(tmp_path)] == [2, 4, 6]  # the sixth step ended, and was logged
-    assert set(line["arm"] for line in lines(tmp_path)) == {"native"}
+    assert {line["arm"] for line in lines(tmp_path)} == {"native"}
 
 
 def test_tf32_is_set_for_the_run_alone():

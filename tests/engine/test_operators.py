@@ -50,7 +50,9 @@ def test_an_announced_fallback_is_shown_as_stock():
         return F.silu(gate) * up
 
     rows = operator_table(arm_of(function), step_of(function))
-    assert [(row["operator"], row["path"], row["calls_per_step"]) for row in rows] == [("fusedops::silu_mul", "stock", 1)]
+    assert [(row["operator"], row["path"], row["calls_per_step"]) for row in rows] == [
+        ("fusedops::silu_mul", "stock", 1)
+    ]
 
 
 def test_a_partial_fallback_shows_both_paths():

@@ -72,7 +72,9 @@ def test_wandb_offline_keeps_one_run_an_arm_in_one_group(toy_task, compare, tmp_
     records = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(records) == 2
     texts = [record.read_bytes() for record in records]
-    assert {arm for arm in ("native", "fused") for text in texts if re.search(rb"\barm\b.{0,20}" + arm.encode(), text, re.S)} == {
+    assert {
+        arm for arm in ("native", "fused") for text in texts if re.search(rb"\barm\b.{0,20}" + arm.encode(), text, re.S)
+    } == {
         "native",
         "fused",
     }
