@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-import torch
-
 _executed: Counter[tuple[str, str]] = Counter()
 _announced: dict[tuple[str, str], None] = {}  # an ordered set
 _log = logging.getLogger("fusedops")
@@ -25,13 +23,17 @@ def executed() -> Counter[tuple[str, str]]:
     return Counter(_executed)
 
 
-@torch.compiler.assume_constant_result
 def announce_fallback(slot: str, operator: str, reason: str) -> None:
     """Count a fallback of `operator` to stock PyTorch; say once in a process, on the logger `fusedops`, that and why."""
     record(operator, "stock")
     if (slot, reason) not in _announced:
         _announced[slot, reason] = None
         _log.warning("%s falls back to stock PyTorch: %s", slot, reason)
+
+
+# Dynamo calls it once, while tracing. This is all that torch.compiler.assume_constant_result does, which would import
+# Dynamo, Inductor and Triton here and now.
+announce_fallback._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def announced_fallbacks() -> list[tuple[str, str]]:

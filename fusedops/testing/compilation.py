@@ -34,7 +34,7 @@ def opcheck_aot(subject: Subject) -> None:
 
 def _results(function: Callable[..., Any], args: Args, differentiable: Sequence[int]) -> list[Tensor]:
     """The outputs, and the gradients of the sum of the squares of the differentiable ones."""
-    leaves = with_gradient(args)
+    leaves = with_gradient(args) if differentiable else args
     outputs = function(*leaves)
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     if differentiable:

@@ -1,0 +1,102 @@
+"""The slots: look-up, and that every implementation of a slot takes the same arguments and computes the same."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from fusedops import counting, registry
+from fusedops.slots import SLOTS, Implementation
+
+
+def attention_arguments(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    def heads(count: int, length: int) -> Tensor:
+        return torch.randn(2, count, length, 8, dtype=dtype, requires_grad=True)
+
+    yield heads(4, 5), heads(4, 5), heads(4, 5), True, None
+    yield heads(4, 5), heads(2, 7), heads(2, 7), False, 0.3
+
+
+def mlp_arguments(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+    yield randn(2, 3, 7), randn(11, 7), randn(11), randn(7, 11), randn(7), 0.0, "tanh", True
+    yield randn(2, 3, 7), randn(11, 7), None, randn(7, 11), None, 0.1, "none", False
+
+
+def activation_arguments(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    yield tuple(torch.randn(3, 5, dtype=dtype, requires_grad=True) for _ in range(2))
+
+
+ARGUMENTS: dict[str, Callable[[torch.dtype], Iterator[tuple[Any, ...]]]] = {
+    "attention": attention_arguments,
+    "mlp": mlp_arguments,
+    "activation": activation_arguments,
+}
+IMPLEMENTATIONS = [implementation for slot in SLOTS.values() for implementation in slot.implementations.values()]
+
+implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda i: f"{i.slot}-{i.name}")
+
+
+def test_every_slot_has_arguments_here() -> None:
+    assert ARGUMENTS.keys() == SLOTS.keys()
+
+
+def test_look_up() -> None:
+    for name, slot in SLOTS.items():
+        assert slot.name == name
+        assert {"native", "fused"} <= slot.implementations.keys()
+        assert slot.implementation("native").function is slot.implementations["native"].function
+        assert slot.implementation("fused").fused
+        assert not slot.implementation("native").fused
+    with pytest.raises(
+        KeyError, match=r"ops\.attention=flesh: no such implementation; there are native, fused, unfused"
+    ):
+        SLOTS["attention"].implementation("flesh")
+
+
+@implementations
+def test_signature(implementation: Implementation) -> None:
+    """The slot's, so far as arguments are positional: a model calls every implementation alike."""
+    native = inspect.signature(SLOTS[implementation.slot].implementation("native").function).parameters
+    parameters = inspect.signature(implementation.function).parameters
+    positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == list(native)
+    inside = SLOTS[implementation.slot].signature.split("->")[0].strip(" ()")
+    assert [argument.split("=")[0].strip() for argument in inside.split(",")] == list(native)
+
+
+def run(implementation: Implementation, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    leaves = [a for a in args if isinstance(a, Tensor)]
+    output = implementation.function(*args)
+    return (output, *torch.autograd.grad(output, leaves, torch.ones_like(output)))
+
+
+@implementations
+def test_computes_what_native_does(implementation: Implementation) -> None:
+    """Outputs and gradients in float64."""
+    for args in ARGUMENTS[implementation.slot](torch.float64):
+        expected = run(SLOTS[implementation.slot].implementation("native"), args)
+        torch.testing.assert_close(run(implementation, args), expected)
+
+
+@implementations
+def test_declared_operators_run(implementation: Implementation) -> None:
+    """What an implementation says a profile shows, it shows; those of ours are counted."""
+    args = next(ARGUMENTS[implementation.slot](torch.float32))
+    before = counting.executed()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        run(implementation, args)
+    shown = {event.name for event in profiled.events()}
+    assert set(implementation.operators) <= shown
+    counted = {name for name, _ in counting.executed() - before}
+    declared = {name.removeprefix("fusedops::") for name in implementation.operators if name.startswith("fusedops::")}
+    assert declared <= registry.OPERATORS.keys()
+    assert counted == declared
