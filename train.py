@@ -15,6 +15,7 @@ from engine.arms import arms_of
 from engine.comparison import Comparison, choose_device
 from engine.errors import CONFIGURATION_ERRORS, ConfigError, Interrupted, RunError, explain
 from engine.progress import make_console
+from engine.signals import StopSignal
 from engine.task import Task
 from engine.tracking import make_tracker
 from models import transformer
@@ -57,14 +58,16 @@ def run(composed: DictConfig) -> None:
     report.write_config(directory, settings.resolved)
     tracker = make_tracker(values.tracker, directory, settings.resolved)
     exit_code = 1
-    try:
-        comparison = Comparison(task, arms, values.train, device, directory, tracker, console)
-        report.introduce(console, comparison, directory)
-        comparison.run()
-        report.conclude(console, comparison, baseline, settings.resolved, directory, tracker)
-        exit_code = 0
-    finally:
-        tracker.close(exit_code)
+    with StopSignal() as stop:
+        try:
+            comparison = Comparison(task, arms, values.train, device, directory, tracker, console, stop)
+            report.introduce(console, comparison, directory)
+            comparison.run()
+            report.conclude(console, comparison, baseline, settings.resolved, directory, tracker)
+            exit_code = 0
+        finally:
+            tracker.close(exit_code)
+        stop.check()
 
 
 def main() -> int:

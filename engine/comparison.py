@@ -67,6 +67,7 @@ class Comparison:
         directory: Path,
         tracker: Tracker,
         console: Console,
+        stop: StopSignal,
     ) -> None:
         self.trainings: dict[str, Training] = {}
         """What each arm's training gave, in the order of the arms."""
@@ -75,23 +76,23 @@ class Comparison:
         self.seconds_per_step: dict[str, NDArray[np.float64]] = {}
         """The timing pass: seconds a step of each arm, one figure a round."""
         self.task, self.arms, self.train, self.device = task, arms, train, device
-        self._directory, self._tracker, self._console = directory, tracker, console
+        self._directory, self._tracker, self._console, self._stop = directory, tracker, console, stop
         self._weights: dict[str, Tensor] | None = None
         self.description = task.describe(self.build(arms[0]))
         """What the task says about itself."""
 
     def run(self) -> None:
         """Everything, in order. Raises RunError or Interrupted; what was written until then stays."""
-        with StopSignal() as stop, matmul_precision(self.train.tf32):
+        with matmul_precision(self.train.tf32):
             for arm in self.arms:
                 self.operators[arm.name] = operator_table(arm, self._step_of(arm))
                 self._release()
-                stop.check()
-                self.train_arm(arm, stop)
+                self._stop.check()
+                self.train_arm(arm)
                 self._release()
             self._console.print(f"timing: {self.train.timing_rounds} rounds of training steps, the arms in turn")
             steps = {arm.name: self._step_of(arm) for arm in self.arms}
-            self.seconds_per_step = timing.time_steps(steps, self.train.timing_rounds, self.device, stop)
+            self.seconds_per_step = timing.time_steps(steps, self.train.timing_rounds, self.device, self._stop)
 
     def build(self, arm: Arm) -> nn.Module:
         """The arm's model on the device, with the weights that every arm starts from."""
@@ -107,7 +108,7 @@ class Comparison:
         """How many units of work the steps of the timing pass are."""
         return self.task.units(self.task.batch(0))
 
-    def train_arm(self, arm: Arm, stop: StopSignal) -> None:
+    def train_arm(self, arm: Arm) -> None:
         """Train and evaluate one arm."""
         model = self.build(arm)
         self._tracker.start(arm.name)
@@ -122,7 +123,7 @@ class Comparison:
                 file.flush()
                 self._tracker.log(arm.name, step, values)
 
-            self.trainings[arm.name] = train_arm(self.task, model, self.train, self.device, log, progress, stop)
+            self.trainings[arm.name] = train_arm(self.task, model, self.train, self.device, log, progress, self._stop)
 
     def _step_of(self, arm: Arm) -> Callable[[], object]:
         """Training steps of the arm on its first batch, on a model of their own."""

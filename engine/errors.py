@@ -18,7 +18,7 @@ class ConfigError(Exception):
     """The configuration asks for something that does not exist or is out of range."""
 
 
-class RunError(Exception):
+class RunError(RuntimeError):
     """A run cannot go on, for a reason that its message tells: a loss is not finite, a swap swapped nothing."""
 
 

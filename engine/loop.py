@@ -92,7 +92,7 @@ def training_batches(task: Task, steps: int, device: torch.device) -> Generator[
 def evaluate(
     task: Task, model: nn.Module, train: TrainConfig, device: torch.device, stop: StopSignal
 ) -> dict[str, float]:
-    """The metrics over the whole validation set. Raises RunError for one that is not finite."""
+    """The metrics of a model in training over the whole validation set. Raises RunError for one that is not finite."""
 
     def batches() -> Iterator[Batch]:
         for batch in task.validation():
@@ -105,6 +105,7 @@ def evaluate(
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise RunError(f"validation {name} is {value}")
+    model.train()
     return metrics
 
 

@@ -34,20 +34,20 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     Returns the norm before that, on the gradients' device. A sparse gradient is coalesced, and counts by its coalesced
     values: entries of one row are summed before they are squared.
     """
-    values = []
+    dense, sparse = [], []
     for parameter in parameters:
         if parameter.grad is None:
             continue
         if parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
-            values.append(parameter.grad.values())
+            sparse.append(parameter.grad.values())
         else:
-            values.append(parameter.grad)
-    norm = torch.nn.utils.get_total_norm(values)
+            dense.append(parameter)
+    norm = torch.nn.utils.get_total_norm([*(p.grad for p in dense if p.grad is not None), *sparse])
     if max_norm > 0:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for value in values:
-            value.mul_(factor.to(value.device))
+        torch.nn.utils.clip_grads_with_norm_(dense, max_norm, norm)
+        for values in sparse:
+            values.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
@@ -67,7 +67,7 @@ class Stepper:
     """
 
     def __init__(self, task: Task, model: nn.Module, phase: Phase, train: TrainConfig, device: torch.device) -> None:
-        self.model = model
+        self.model = model.train()
         self.taken = 0
         """Steps that moved the weights: the schedule's position."""
         self._task, self._phase, self._train, self._device = task, phase, train, device
@@ -86,7 +86,6 @@ class Stepper:
         factor = self._phase.schedule(self.taken)
         for group, peak in self._groups:
             group["lr"] = peak * factor
-        self.model.train()
         with autocast(self._device, self._train.precision):
             loss, _ = self._task.loss(self.model, batch)
         if self._scaler is None:

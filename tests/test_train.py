@@ -230,11 +230,11 @@ def losses_of_arms(
         seed=settings.seed,
     )
     arms = [operator_set(name, task.slots) for name in ("native", "fused")]
-    console = Console(quiet=True)
-    comparison = Comparison(task, arms, settings, torch.device(device), tmp_path, NullTracker(), console)
-    with StopSignal() as stop, matmul_precision(tf32=False):
+    console, stop = Console(quiet=True), StopSignal()
+    comparison = Comparison(task, arms, settings, torch.device(device), tmp_path, NullTracker(), console, stop)
+    with matmul_precision(tf32=False):
         for arm in arms:
-            comparison.train_arm(arm, stop)
+            comparison.train_arm(arm)
     return {arm: torch.tensor(training.losses, dtype=torch.float64) for arm, training in comparison.trainings.items()}
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from engine.arms import operator_set
 from engine.comparison import Comparison
 from engine.config import TrainConfig
+from engine.signals import StopSignal
 from engine.task import Batch, Phase, Task
 from engine.tracking import NullTracker
 
@@ -99,6 +100,7 @@ def compare(tmp_path: Path) -> Callable[..., Comparison]:
         tracker = kwargs.pop("tracker", NullTracker())
         arms = [operator_set(name, task.slots) for name in sets]
         console = Console(file=io.StringIO(), width=200)
-        return Comparison(task, arms, train, torch.device("cpu"), tmp_path, tracker, console)
+        stop = kwargs.pop("stop", StopSignal())
+        return Comparison(task, arms, train, torch.device("cpu"), tmp_path, tracker, console, stop)
 
     return make

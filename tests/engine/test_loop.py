@@ -10,6 +10,7 @@ import torch
 from engine.config import TrainConfig
 from engine.errors import Interrupted, RunError
 from engine.loop import matmul_precision
+from engine.signals import StopSignal
 
 
 def lines(tmp_path):
@@ -108,8 +109,8 @@ def test_a_signal_lets_the_step_end_and_keeps_what_was_measured(toy_task, compar
         return batch(step)
 
     task.batch = interrupting
-    with pytest.raises(Interrupted) as stopped:
-        compare(task).run()
+    with pytest.raises(Interrupted) as stopped, StopSignal() as stop:
+        compare(task, stop=stop).run()
     assert stopped.value.exit_code == 128 + signum
     assert signal.getsignal(signum) is before
     assert [line["step"] for line in lines(tmp_path)] == [2, 4, 6]  # the sixth step ended, and was logged
