@@ -24,7 +24,7 @@ def executed() -> Counter[tuple[str, str]]:
 
 
 def announce_fallback(slot: str, operator: str, reason: str) -> None:
-    """Count a fallback of `operator` to stock PyTorch; say once in a process, on the logger `fusedops`, that and why."""
+    """Count a fallback of `operator` to stock PyTorch; say that and why once, on the logger `fusedops`."""
     record(operator, "stock")
     if (slot, reason) not in _announced:
         _announced[slot, reason] = None

@@ -1,1 +1,1 @@
-"""One file an operator: HOW the GPU does it (Triton code and its launcher on plain tensors). Imported at the first launch."""
+"""HOW a GPU does it: Triton code and its launchers on plain tensors, imported at an operator's first launch."""

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusedops.kernels.launching import launch
 from fusedops.kernels.pointwise import flat_offsets, load_computing, scalar
 from fusedops.operators import philox
 
@@ -135,17 +136,15 @@ def gelu_dropout(z: Tensor, y: Tensor, p: float, approximate: str, seed: Tensor 
     """Write dropout(gelu(z)) into y, both contiguous; y may be z itself."""
     elements = z.numel()
     if elements:
-        gelu_dropout_kernel[(triton.cdiv(elements, BLOCK),)](
-            z,
-            y,
-            seed,
-            philox.threshold(p),
-            philox.scale(p),
-            elements,
+        launch(
+            gelu_dropout_kernel,
+            triton.cdiv(elements, BLOCK),
+            (z, y, seed),
+            (philox.threshold(p), philox.scale(p), elements),
+            NUM_WARPS,
             TANH=approximate == "tanh",
             DROPOUT=p > 0,
             BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
         )
 
 
@@ -153,17 +152,14 @@ def gelu_dropout_backward(grad: Tensor, z: Tensor, p: float, approximate: str, s
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     elements = z.numel()
     if elements:
-        gelu_dropout_backward_kernel[(triton.cdiv(elements, BLOCK),)](
-            grad.contiguous(),
-            z.contiguous(),
-            dz,
-            seed,
-            philox.threshold(p),
-            philox.scale(p),
-            elements,
+        launch(
+            gelu_dropout_backward_kernel,
+            triton.cdiv(elements, BLOCK),
+            (grad.contiguous(), z.contiguous(), dz, seed),
+            (philox.threshold(p), philox.scale(p), elements),
+            NUM_WARPS,
             TANH=approximate == "tanh",
             DROPOUT=p > 0,
             BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
         )
     return dz

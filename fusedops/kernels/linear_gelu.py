@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedops.kernels.gelu_dropout import gelu
+from fusedops.kernels.launching import launch
 
 
 class Tile(NamedTuple):
@@ -134,16 +135,13 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, appro
     # Triton's interpreter, which runs on CPU tensors, has the limits of a large GPU.
     multiprocessors, shared_memory = device_limits(x.device.index) if x.is_cuda else (132, 232448)
     tile = choose_tile(M, N, multiprocessors, shared_memory)
-    linear_gelu_kernel[(triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns),)](
-        x,
-        weight,
-        None if bias is None else bias.contiguous(),
-        y,
-        M,
-        N,
-        K,
-        *x.stride(),
-        *weight.stride(),
+    launch(
+        linear_gelu_kernel,
+        triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns),
+        (x, weight, None if bias is None else bias.contiguous(), y),
+        (M, N, K, *x.stride(), *weight.stride()),
+        tile.warps,
+        tile.stages,
         HAS_BIAS=bias is not None,
         TANH=approximate == "tanh",
         WHOLE_STEPS=K % tile.depth == 0,
@@ -151,6 +149,4 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, appro
         BN=tile.columns,
         BK=tile.depth,
         GROUP=tile.group,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
     )

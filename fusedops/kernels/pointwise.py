@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from fusedops.kernels.launching import launch
 
 BLOCK = 1024
 NUM_WARPS = 4  # 8 elements a thread: 16 bytes of a half type
 
 
-def grid(elements: int) -> tuple[int]:
-    """One program a block of BLOCK elements."""
-    return (triton.cdiv(elements, BLOCK),)
+def launch_flat(kernel: Any, *tensors: Tensor, numbers: tuple[float, ...] = ()) -> None:
+    """Launch over dense tensors of equal strides; the kernel's last number is how many elements they have."""
+    elements = tensors[0].numel()
+    if elements:
+        launch(kernel, triton.cdiv(elements, BLOCK), tensors, (*numbers, elements), NUM_WARPS, BLOCK=BLOCK)
 
 
 @triton.jit
@@ -32,5 +39,5 @@ def load_computing(pointer, offsets, mask):
 
 @triton.jit
 def scalar(value, dtype: tl.constexpr):
-    """A number as a tensor of one element. The kernel's parameter is annotated `tl.float64`: a float would arrive as fp32."""
+    """A number as a tensor of one element. Its parameter is annotated `tl.float64`: a float would arrive as fp32."""
     return tl.full((1,), value, dtype)

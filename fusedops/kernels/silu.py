@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedops.kernels.pointwise import BLOCK, NUM_WARPS, flat_offsets, grid, load_computing
+from fusedops.kernels.pointwise import flat_offsets, launch_flat, load_computing
 from fusedops.operators.pointwise import in_layout_of
 
 
@@ -34,14 +34,11 @@ def silu_backward_kernel(grad_pointer, x_pointer, y_pointer, elements, BLOCK: tl
 
 def silu(x: Tensor) -> Tensor:
     y = torch.empty_like(x)
-    if x.numel():
-        silu_kernel[grid(x.numel())](in_layout_of(x, y), y, x.numel(), BLOCK, num_warps=NUM_WARPS)
+    launch_flat(silu_kernel, in_layout_of(x, y), y)
     return y
 
 
 def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     y = torch.empty_like(x)
-    if x.numel():
-        grad, x = in_layout_of(grad, y), in_layout_of(x, y)
-        silu_backward_kernel[grid(x.numel())](grad, x, y, x.numel(), BLOCK, num_warps=NUM_WARPS)
+    launch_flat(silu_backward_kernel, in_layout_of(grad, y), in_layout_of(x, y), y)
     return y

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedops.kernels.pointwise import BLOCK, NUM_WARPS, flat_offsets, grid, load_computing
+from fusedops.kernels.pointwise import flat_offsets, launch_flat, load_computing
 from fusedops.kernels.silu import sigmoid
 from fusedops.operators.pointwise import in_layout_of
 
@@ -35,17 +35,11 @@ def silu_mul_backward_kernel(
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     y = torch.empty_like(gate)
-    if gate.numel():
-        gate, up = in_layout_of(gate, y), in_layout_of(up, y)
-        silu_mul_kernel[grid(y.numel())](gate, up, y, y.numel(), BLOCK, num_warps=NUM_WARPS)
+    launch_flat(silu_mul_kernel, in_layout_of(gate, y), in_layout_of(up, y), y)
     return y
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dgate, dup = torch.empty_like(gate), torch.empty_like(gate)
-    if gate.numel():
-        grad, gate, up = (in_layout_of(t, dgate) for t in (grad, gate, up))
-        silu_mul_backward_kernel[grid(dgate.numel())](
-            grad, gate, up, dgate, dup, dgate.numel(), BLOCK, num_warps=NUM_WARPS
-        )
+    launch_flat(silu_mul_backward_kernel, *(in_layout_of(t, dgate) for t in (grad, gate, up)), dgate, dup)
     return dgate, dup

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedops.kernels.pointwise import BLOCK, NUM_WARPS, flat_offsets, grid, load_computing, scalar
+from fusedops.kernels.pointwise import flat_offsets, launch_flat, load_computing, scalar
 from fusedops.operators.pointwise import in_layout_of
 
 
@@ -28,14 +28,11 @@ def smooth_relu_backward_kernel(grad_pointer, x_pointer, y_pointer, alpha: tl.fl
 
 def smooth_relu(x: Tensor, alpha: float) -> Tensor:
     y = torch.empty_like(x)
-    if x.numel():
-        smooth_relu_kernel[grid(x.numel())](in_layout_of(x, y), y, alpha, x.numel(), BLOCK, num_warps=NUM_WARPS)
+    launch_flat(smooth_relu_kernel, in_layout_of(x, y), y, numbers=(alpha,))
     return y
 
 
 def smooth_relu_backward(grad: Tensor, x: Tensor, alpha: float) -> Tensor:
     y = torch.empty_like(x)
-    if x.numel():
-        grad, x = in_layout_of(grad, y), in_layout_of(x, y)
-        smooth_relu_backward_kernel[grid(x.numel())](grad, x, y, alpha, x.numel(), BLOCK, num_warps=NUM_WARPS)
+    launch_flat(smooth_relu_backward_kernel, in_layout_of(grad, y), in_layout_of(x, y), y, numbers=(alpha,))
     return y

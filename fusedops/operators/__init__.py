@@ -1,1 +1,1 @@
-"""One file an operator: WHAT it is (schema, checks, shape rule, gradient, reference, samples, cost); never how a GPU does it."""
+"""WHAT each operator is, a file each: schema, check, shape rule, gradient, reference, samples, cost; not how a GPU does it."""
