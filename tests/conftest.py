@@ -10,6 +10,18 @@ import torch
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("cpu", marks=pytest.mark.interpreter, id="interpreter"),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where operators run: the CPU implementations, the kernels in the interpreter, the kernels on a GPU."""
+    return torch.device(request.param)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what cannot run in this process, saying why."""
     without_gpu = pytest.mark.skip(reason="needs a CUDA GPU")

@@ -18,7 +18,9 @@ def check_floating(operator: str, **tensors: Tensor) -> None:
         raise TypeError(f"{operator}: {first_name} is {first.dtype}; allowed: {allowed}")
     for name, tensor in others:
         if tensor.dtype != first.dtype:
-            raise TypeError(f"{operator}: {name} is {tensor.dtype}, {first_name} is {first.dtype}; they must be of one dtype")
+            raise TypeError(
+                f"{operator}: {name} is {tensor.dtype}, {first_name} is {first.dtype}; they must be of one dtype"
+            )
         if tensor.shape != first.shape:
             raise ValueError(
                 f"{operator}: {name} has shape {tuple(tensor.shape)}, {first_name} {tuple(first.shape)}; "
@@ -34,6 +36,11 @@ def in_layout_of(tensor: Tensor, model: Tensor) -> Tensor:
     """`tensor` with the strides of `model`, a dense tensor of its shape: itself where they agree, otherwise a copy."""
     same = all(a == b for n, a, b in zip(model.shape, tensor.stride(), model.stride(), strict=True) if n > 1)
     return tensor if same else torch.empty_like(model).copy_(tensor)
+
+
+def computing(tensor: Tensor) -> Tensor:
+    """`tensor` in the dtype of the arithmetic: float64 stays, all others become float32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def layouts(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -16,8 +16,8 @@ from fusedops.registration import Kernel, pointwise_vmap, register
 def silu_mul(gate: Tensor, up: Tensor, *, opaque: bool = False) -> Tensor:
     """silu(gate) * up, elementwise, in one pass.
 
-    gate, up: one shape, dtype and device, any strides; float16, bfloat16, float32 or float64. Returns a tensor like gate.
-    Arithmetic is at least fp32 and silu(gate) is not rounded in between. Under autocast the widest dtype wins.
+    gate, up: one shape, dtype and device, any strides; float16, bfloat16, float32 or float64. Returns a tensor like
+    gate. Arithmetic is at least fp32 and silu(gate) is not rounded in between. Under autocast the widest dtype wins.
     Under torch.compile it hands over to F.silu(gate) * up, which Inductor fuses; `opaque=True` keeps the operator.
     Raises TypeError for another or a mixed dtype, ValueError for shapes or devices that differ.
     """
@@ -33,16 +33,15 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _cpu(gate: Tensor, up: Tensor) -> Tensor:
     y = torch.empty_like(gate)
-    torch.ops.aten.silu.out(pointwise.in_layout_of(gate, y), out=y)
-    return y.mul_(up)
+    gate, up = (pointwise.computing(t) for t in (gate, up))
+    return y.copy_(F.silu(gate).mul_(up))
 
 
 def _backward_cpu(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dgate, dup = torch.empty_like(gate), torch.empty_like(gate)
-    gate, grad = pointwise.in_layout_of(gate, dgate), pointwise.in_layout_of(grad, dgate)
-    torch.ops.aten.silu.out(gate, out=dup)
-    torch.mul(dup, grad, out=dup)
-    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=dgate)
+    grad, gate, up = (pointwise.computing(t) for t in (grad, gate, up))
+    dgate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+    dup.copy_(F.silu(gate).mul_(grad))
     return dgate, dup
 
 

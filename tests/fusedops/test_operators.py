@@ -15,16 +15,8 @@ PRODUCTS = {"linear_gelu_dropout", "flash_attention", "flash_attention_backward"
 
 
 @pytest.mark.parametrize("check", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CHECKS])
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param("cpu", marks=pytest.mark.interpreter, id="interpreter"),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
-)
 @pytest.mark.parametrize("name", registry.OPERATORS)
-def test_operator(name: str, device: str, check: str) -> None:
+def test_operator(name: str, device: torch.device, check: str) -> None:
     """One check of one operator; skipped, with the reason, where the check does not apply."""
     (outcome,) = check_operator(registry.operator(name), device, checks=[check])
     if outcome.status == "not applicable":
