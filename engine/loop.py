@@ -52,15 +52,14 @@ class Training:
 
 @contextlib.contextmanager
 def matmul_precision(tf32: bool) -> Iterator[None]:
-    """fp32 products with or without TF32, as before on leaving."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32
+    """fp32 products on a GPU with or without TF32, as before on leaving."""
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    setting.fp32_precision = "tf32" if tf32 else "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+        setting.fp32_precision = before
 
 
 def synchronize(device: torch.device) -> None:

@@ -230,7 +230,8 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
     """What a reader of the tables must know."""
     result = [
         "Throughput is the median over the rounds of an interleaved timing pass: whole training steps of the arms, "
-        "timed in turn in random order. Its ratio is the median of the ratios within rounds; within 2 % is a tie.",
+        "timed in turn in random order. Its ratio is the median of the ratios within rounds; within 2 % is a tie, and a "
+        "difference is not resolved where the interval contains 1.",
     ]
     if summary["device"].startswith("CPU"):
         result.append(CPU_NOTE)

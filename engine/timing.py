@@ -97,5 +97,5 @@ def verdict(ratio: Interval) -> str:
     if abs(ratio.value - 1) <= TIE:
         return "tie (within 2 %)"
     if ratio.low <= 1 <= ratio.high:
-        return "not resolved (the interval contains 1)"
+        return "not resolved"
     return "faster" if ratio.value > 1 else "slower"

@@ -118,9 +118,8 @@ def test_a_signal_lets_the_step_end_and_keeps_what_was_measured(toy_task, compar
 
 
 def test_tf32_is_set_for_the_run_alone():
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    for tf32, precision in ((True, "high"), (False, "highest")):
+    before = torch.backends.cuda.matmul.fp32_precision
+    for tf32, precision in ((True, "tf32"), (False, "ieee")):
         with matmul_precision(tf32):
-            assert torch.get_float32_matmul_precision() == precision
-            assert torch.backends.cudnn.allow_tf32 is tf32
-    assert before == (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+            assert torch.backends.cuda.matmul.fp32_precision == precision
+    assert torch.backends.cuda.matmul.fp32_precision == before
