@@ -53,8 +53,8 @@ def loss(path: Path, trainings: Mapping[str, Training], summary: Mapping[str, An
             steps, means, label=f"{arm}, training", linestyle="-" if i == 0 else "--", linewidth=2 - i * 0.5
         )
         points = [(step, metrics["loss"]) for step, metrics in training.validation]
-        marker = {"marker": "os^Dv"[i % 5], "markersize": 11 - 3 * min(i, 2), "linestyle": "none"}
-        axes.plot(*zip(*points, strict=True), color=line.get_color(), label=f"{arm}, validation", **marker)
+        (dots,) = axes.plot(*zip(*points, strict=True), "os^Dv"[i % 5], label=f"{arm}, validation")
+        dots.set(color=line.get_color(), markersize=11 - 3 * min(i, 2))
     for name, value in summary["references"].items():
         axes.axhline(value, color="gray", linestyle=":", label=f"{name}, validation")
     axes.set_xlabel("step")

@@ -230,8 +230,8 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
     """What a reader of the tables must know."""
     result = [
         "Throughput is the median over the rounds of an interleaved timing pass: whole training steps of the arms, "
-        "timed in turn in random order. Its ratio is the median of the ratios within rounds; within 2 % is a tie, and a "
-        "difference is not resolved where the interval contains 1.",
+        "timed in turn in random order. Its ratio is the median of the ratios within rounds; within 2 % is a tie, and "
+        "what an interval that contains 1 shows is not resolved.",
     ]
     if summary["device"].startswith("CPU"):
         result.append(CPU_NOTE)
