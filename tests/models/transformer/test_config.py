@@ -22,8 +22,8 @@ def test_an_override_replaces_the_value_of_the_preset_and_no_other() -> None:
 
 
 def test_query_heads_alone_bring_as_many_key_and_value_heads() -> None:
-    assert ModelConfig(preset="tiny_swiglu", n_head=6).architecture()["n_kv_head"] == 6
-    assert ModelConfig(preset="tiny_swiglu", n_head=6, n_kv_head=3).architecture()["n_kv_head"] == 3
+    assert ModelConfig(preset="tiny_swiglu", n_head=8).architecture()["n_kv_head"] == 8
+    assert ModelConfig(preset="tiny_swiglu", n_head=8, n_kv_head=4).architecture()["n_kv_head"] == 4
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ from models.transformer.config import ModelConfig, slots_of
 from models.transformer.model import Transformer, TransformerConfig, TransformerOps, rotary_angles, rotate
 
 CONTEXT = 37
+SIZE = {"n_layer": 2, "n_head": 2, "d_model": 48, "d_ff": 80, "context": CONTEXT, "vocab_size": 256}
 SMALL: dict[str, dict[str, Any]] = {
-    "gelu": {"preset": "tiny", "n_layer": 2, "n_head": 2, "d_model": 48, "d_ff": 80, "context": CONTEXT},
-    "swiglu": {"preset": "tiny_swiglu", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "d_model": 48, "context": CONTEXT},
+    "gelu": {"preset": "gpt_d512", "dropout": 0.0} | SIZE,
+    "swiglu": {"preset": "llama_d512"} | SIZE | {"n_head": 4, "n_kv_head": 2},
 }
 SMALL["gelu_tanh"] = SMALL["gelu"] | {"mlp": "gelu_tanh", "tie_embeddings": True, "bias": False}
 SMALL["gelu_rotary"] = SMALL["gelu"] | {"positions": "rotary", "n_head": 4, "n_kv_head": 1}

@@ -14,7 +14,7 @@ from models.transformer import DATA, PRESETS, ModelConfig, Task, data
 from models.transformer.config import StdlibConfig
 from models.transformer.count_model import witten_bell
 
-SMALL = {"n_layer": 2, "n_head": 2, "d_model": 32, "d_ff": 48, "context": 24}
+SMALL = {"n_layer": 2, "n_head": 2, "d_model": 32, "d_ff": 48, "context": 24, "init_std": 0.02}
 
 
 @pytest.fixture(scope="module")
