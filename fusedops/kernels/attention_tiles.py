@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
+from fusedops.kernels import launching
 from fusedops.registration import INTERPRETING
 
 
@@ -118,24 +120,25 @@ def tiles(
     return list(chosen)
 
 
-def launch(tiles: list[Tile], programs: Callable[[Tile], int], kernel: Any, *args: Any, **constants: Any) -> None:
-    """Launch with the first tile that fits the GPU; those that do not are dropped from `tiles` for good."""
+def launch(
+    choice: list[Tile],
+    programs: Callable[[Tile], int],
+    kernel: Any,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    **constants: Any,
+) -> None:
+    """Launch with the first tile that fits the GPU; those that do not are dropped from `choice` for good."""
     while True:
-        tile = tiles[0]
+        block_m, block_n, num_warps, num_stages = tile = choice[0]
+        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n}
         try:
-            kernel[(programs(tile),)](
-                *args,
-                BLOCK_M=tile.block_m,
-                BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-                **constants,
-            )
+            launching.launch(kernel, programs(tile), tensors, numbers, num_warps, num_stages, **blocks, **constants)
             return
         except triton.runtime.OutOfResources:
-            if len(tiles) == 1:
+            if len(choice) == 1:
                 raise
-            tiles.pop(0)
+            choice.pop(0)
 
 
 def tf32_allowed(dtype: torch.dtype) -> bool:

@@ -227,17 +227,17 @@ def flash_attention(
     offset = diagonal(queries, keys, alignment)
     factor, sign = scale_and_sign(scale, head_dim)
     block_d, tf32 = padded_head_dim(head_dim), tf32_allowed(q.dtype)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     launch(
         tiles("forward", q.itemsize, tf32, block_d, causal, queries <= 16, q.device.index),
         lambda tile: triton.cdiv(queries, tile.block_m) * batch * heads,
         flash_attention_kernel,
-        q, k, v, out, lse,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        heads, heads // k.shape[1], queries, keys, offset, factor * LOG2_E,
+        (q, k, v, out, lse),
+        (*strides, heads, heads // k.shape[1], queries, keys, offset, factor * LOG2_E),
         D=head_dim,
         BLOCK_D=block_d,
         CAUSAL=causal,
         SIGN=sign,
         PRECISION="tf32" if tf32 else "ieee",
-    )  # fmt: skip
+    )
     return out, lse

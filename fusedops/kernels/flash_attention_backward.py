@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusedops.kernels import launching
 from fusedops.kernels.attention_tiles import launch, tf32_allowed, tiles
 from fusedops.kernels.flash_attention import (
     LOG2_E,
@@ -341,10 +342,16 @@ def flash_attention_backward(
     block_d, tf32 = padded_head_dim(head_dim), tf32_allowed(q.dtype)
 
     terms = torch.empty((2, *lse.shape), dtype=lse.dtype, device=lse.device)
-    row_terms_kernel[(triton.cdiv(lse.numel(), _ROW_BLOCK),)](
-        grad, out, lse.contiguous(), terms, *grad.stride()[:3], *out.stride()[:3], heads, queries, lse.numel(),
-        D=head_dim, BLOCK_D=block_d, BLOCK=_ROW_BLOCK,
-    )  # fmt: skip
+    launching.launch(
+        row_terms_kernel,
+        triton.cdiv(lse.numel(), _ROW_BLOCK),
+        (grad, out, lse.contiguous(), terms),
+        (*grad.stride()[:3], *out.stride()[:3], heads, queries, lse.numel()),
+        num_warps=4,
+        D=head_dim,
+        BLOCK_D=block_d,
+        BLOCK=_ROW_BLOCK,
+    )
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3])
     sizes = (heads // kv_heads, queries, keys, offset, lse.numel(), scale_ * LOG2_E, scale_ * sign)
     precision = "tf32" if tf32 else "ieee"
@@ -358,12 +365,17 @@ def flash_attention_backward(
             choice,
             lambda tile: triton.cdiv(keys, tile.block_n) * batch * kv_heads,
             key_value_gradient_kernel,
-            q, k, v, grad, terms, dk, dv, *strides, kv_heads, *sizes, CHECK=check, **constants,
-        )  # fmt: skip
+            (q, k, v, grad, terms, dk, dv),
+            (*strides, kv_heads, *sizes),
+            CHECK=check,
+            **constants,
+        )
     launch(
         tiles("queries", *tile_key),
         lambda tile: triton.cdiv(queries, tile.block_m) * batch * heads,
         query_gradient_kernel,
-        q, k, v, grad, terms, dq, *strides, heads, *sizes, **constants,
-    )  # fmt: skip
+        (q, k, v, grad, terms, dq),
+        (*strides, heads, *sizes),
+        **constants,
+    )
     return dq, dk, dv
