@@ -1,1 +1,1 @@
-"""WHAT each operator is, a file each: schema, check, shape rule, gradient, reference, samples, cost; not how a GPU does it."""
+"""WHAT each operator is, a file each: schema, check, shape rule, gradient, reference, samples, cost; not how it runs."""
