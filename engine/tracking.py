@@ -69,6 +69,8 @@ class WandbTracker:
             config={**self._config, "arm": arm},
             mode=self._settings.mode,  # type: ignore[arg-type]
             reinit="create_new",
+            # No copy of the output, and no sampling of the machine while steps are timed.
+            settings=self._wandb.Settings(console="off", x_disable_stats=True),
         )
 
     def log(self, arm: str, step: int, values: Mapping[str, float]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from rich.console import Console
 
 import train
+from engine import timing
 from engine.arms import operator_set
 from engine.comparison import Comparison
 from engine.config import TrainConfig
@@ -41,6 +43,8 @@ FILES = {"config.yaml", "metrics.jsonl", "summary.json", "comparison.md", "loss.
 
 
 def run_main(monkeypatch, *overrides: str) -> int:
+    """train.py in this process, its timing pass cut short."""
+    monkeypatch.setattr(timing, "SHORTEST_SAMPLE", 0.0)
     monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
     return train.main()
 
@@ -143,6 +147,32 @@ def test_what_was_asked_for_runs_and_the_operator_table_shows_it(monkeypatch, ca
     assert summary["baseline"] == (None if "baseline=none" in overrides else "native")
     shown = capfd.readouterr()
     assert shown.err == "" and "fused means the CPU implementations" in shown.out.replace("\n", " ")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_naming_the_step(monkeypatch, capfd, tmp_path):
+    settings = ["train.learning_rate=1e30", "train.grad_clip=0", "train.steps=30", "ops=native", "tracker=none"]
+    assert run_main(monkeypatch, *SMALL, *settings, f"hydra.run.dir={tmp_path}") == 1
+    error = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"the run stopped: step \d+: the (training loss|norm of the gradient) is (nan|inf)", error[-1])
+    assert len(error) <= 15
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("preset", ["tiny", "tiny_swiglu"])
+def test_on_a_gpu_our_kernels_run_and_memory_is_measured(monkeypatch, tmp_path, preset, precision):
+    monkeypatch.setattr(Task, "references", lambda self: {})
+    settings = [f"model.preset={preset}", f"train.precision={precision}", "train.steps=8", "train.warmup_steps=2"]
+    overrides = [*settings, "data.validation_fraction=0.0005", "tracker=none", f"hydra.run.dir={tmp_path}"]
+    assert run_main(monkeypatch, *overrides) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    for row in summary["arms"]["fused"]["operators"]:
+        assert row["path"] in ("triton", "gluon", "cublas", "cublas+triton"), row
+    assert {row["path"] for row in summary["arms"]["native"]["operators"]} == {"stock"}
+    assert all(arm["peak_memory_bytes"] > 2**20 for arm in summary["arms"].values())
+    assert 0.2 < summary["ratios"]["fused"]["peak_memory"] < 2
+    assert abs(summary["ratios"]["fused"]["loss_difference"]) < 0.1
 
 
 def test_several_jobs_of_one_command_get_a_directory_each(monkeypatch, tmp_path):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
+from engine import timing
 from engine.arms import operator_set
 from engine.comparison import Comparison
 from engine.config import TrainConfig
@@ -92,8 +93,9 @@ def toy_task() -> type[ToyTask]:
 
 
 @pytest.fixture
-def compare(tmp_path: Path) -> Callable[..., Comparison]:
-    """Makes a comparison of a stock and a fused arm of a task, which writes to tmp_path."""
+def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Comparison]:
+    """Makes a comparison of a stock and a fused arm of a task, writing to tmp_path, its timing pass cut short."""
+    monkeypatch.setattr(timing, "SHORTEST_SAMPLE", 0.0)
 
     def make(task: Task, sets: tuple[str, ...] = ("native", "fused"), **kwargs: Any) -> Comparison:
         train = kwargs.pop("train", TrainConfig(log_every=2, device="cpu"))
