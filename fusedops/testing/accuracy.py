@@ -17,8 +17,8 @@ GRADIENT_FACTOR = 3.0
 
 EXACT_EPSILONS = {torch.float16: 1.0, torch.bfloat16: 1.0, torch.float32: 4.0, torch.float64: 4.0}
 """Results may always be off by this many epsilons of the exact value, since stock may hit a value by luck: one where
-the arithmetic is in float32 and the result rounded once, more where the arithmetic itself rounds. One more epsilon of
-the tensor's largest value is for sums that cancel: another order of summation leaves that much."""
+the arithmetic is in float32 and the result rounded once, more where the arithmetic itself rounds. As many epsilons of
+the tensor's largest value are for sums that cancel: another order of summation leaves that much."""
 
 FLOAT64_MARGIN = 4.0
 """float64's own error is not measured but estimated from float32's, and the reference has it too: so many times it."""
@@ -83,7 +83,7 @@ def _assert_close(what: str, ours: Tensor, exact: Tensor, stock: Tensor, dtype: 
 
     error = torch.where(finite, (ours - exact).abs(), 0)
     largest = torch.where(finite, exact.abs(), 0).max()
-    limit = allowed + info.eps * (EXACT_EPSILONS[dtype] * exact.abs() + largest + info.smallest_normal)
+    limit = allowed + info.eps * (EXACT_EPSILONS[dtype] * (exact.abs() + largest) + info.smallest_normal)
     excess = torch.where(finite & ~(error <= limit), (error - limit).nan_to_num(torch.inf), -torch.inf).flatten()
     if (excess > -torch.inf).any():
         worst = int(excess.argmax())

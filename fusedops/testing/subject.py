@@ -45,7 +45,7 @@ class Subject:
 
     @property
     def sparing_dtypes(self) -> tuple[torch.dtype, ...]:
-        """`dtypes`, or in the interpreter, where a program takes milliseconds, float32 alone: for
+        """`dtypes`, or in the interpreter float32 alone: for
         checks whose outcome hardly depends on the dtype."""
         return tuple(dtype for dtype in self.dtypes if not self.interpreted or dtype == torch.float32)
 
@@ -61,12 +61,15 @@ class Subject:
         drawn = self.operator.samples(self.device, dtype)
         return [Sample(name, (*args, *defaults[len(args) :])) for name, args in drawn]
 
-    def few(self, dtype: torch.dtype, count: int = 4, *, dense: bool = False) -> list[Sample]:
+    def few(self, dtype: torch.dtype, count: int | None = None, *, dense: bool = False) -> list[Sample]:
         """The smallest sample of each variant (arguments that differ in more than size) that has something to compute,
         and the smallest one that is not contiguous: at most `count`, for checks that are expensive.
 
+        count: by default 4, or 2 in the interpreter, where a program takes milliseconds.
         dense: leave out tensors some of whose elements share memory.
         """
+        if count is None:
+            count = 2 if self.interpreted else 4
         chosen: dict[Any, Sample] = {}
         for sample in sorted(self.samples(self.require(dtype)), key=lambda sample: size(sample.args)):
             tensors = [a for a in sample.args if isinstance(a, Tensor)]
