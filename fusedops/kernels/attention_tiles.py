@@ -96,7 +96,7 @@ _TILES: dict[str, dict[str, dict[int, tuple[Tile, ...]]]] = {
     },
 }
 # In the interpreter small inputs are to cross the edges of tiles.
-_INTERPRETED = Tile(32, 16, 4, 1)
+_INTERPRETED = Tile(32, 32, 4, 1)
 
 
 @functools.cache

@@ -205,11 +205,10 @@ def flash_attention_kernel(
     )  # fmt: skip
 
     rows = tl.arange(0, BLOCK_M)
-    # A sum of 0 does not tell the rows that see no key: scores of -inf have it too, and are to give NaN.
+    # A row that sees no key gives 0; one whose scores are all -inf has the same sum, but gives NaN, as a softmax does.
     blind = rows < -(first_query + diagonal) if CAUSAL else rows < 0
-    blind = blind | (keys == 0)
-    total = tl.where(blind, 1.0, total)
-    lse = tl.where(blind, float("-inf"), (peak + tl.log2(total)) * 0.6931471805599453)
+    total = tl.where(blind | (keys == 0), 1.0, tl.where(total == 0, float("nan"), total))
+    lse = (peak + tl.log2(total)) * 0.6931471805599453
     store_tile(out_pointer, acc / total[:, None], batch, head, first_query, heads, queries, D)
     first_row = pair.to(tl.int64) * queries + first_query
     tl.store(lse_pointer + first_row + rows, lse, mask=rows < queries - first_query)
