@@ -28,6 +28,16 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
+def backward(loss: Tensor) -> None:
+    """Gradients, in the calling thread.
+
+    By default autograd has a thread for each GPU. With one GPU it gains nothing, and gradients that are Python functions,
+    as those of every operator registered from Python, run slower in it.
+    """
+    with torch.autograd.set_multithreading_enabled(False):
+        loss.backward()
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scale all gradients by one factor such that their joint 2-norm is at most max_norm (0 scales nothing).
 
@@ -89,7 +99,7 @@ class Stepper:
         with autocast(self._device, self._train.precision):
             loss, _ = self._task.loss(self.model, batch)
         if self._scaler is None:
-            loss.backward()
+            backward(loss)
             norm = clip_gradients(self._parameters, self._train.grad_clip)
             for optimizer in self._optimizers:
                 optimizer.step()
@@ -102,7 +112,7 @@ class Stepper:
         return StepResult(loss.detach(), norm, skipped)
 
     def _scaled_step(self, scaler: torch.amp.GradScaler, loss: Tensor) -> tuple[Tensor, bool]:
-        scaler.scale(loss).backward()
+        backward(scaler.scale(loss))
         for optimizer in self._optimizers:
             scaler.unscale_(optimizer)
         norm = clip_gradients(self._parameters, self._train.grad_clip)

@@ -38,6 +38,24 @@ def load_computing(pointer, offsets, mask):
 
 
 @triton.jit
+def exp(x, HALF: tl.constexpr):
+    """e^x, to a few ulp of float32 unless HALF: Triton's own rounds x log2(e) first, an error that grows with |x|."""
+    if HALF or x.dtype == tl.float64:
+        return tl.exp(x)
+    else:
+        # x = n ln 2 + r. ln 2 in two parts, the first of so few bits that n times it is exact; the bounds keep infinity
+        # out of n, and 2^n finite where e^x is.
+        n = tl.minimum(tl.maximum(tl.floor(x * 1.4426950408889634 + 0.5), -151.0), 127.0)
+        r = (x - n * 0.693359375) - n * -2.12194440e-4
+        return tl.exp2(n) * tl.exp(r)
+
+
+@triton.jit
+def sigmoid(x, HALF: tl.constexpr):
+    return 1.0 / (1.0 + exp(-x, HALF))
+
+
+@triton.jit
 def scalar(value, dtype: tl.constexpr):
     """A number as a tensor of one element. Its parameter is annotated `tl.float64`: a float would arrive as fp32."""
     return tl.full((1,), value, dtype)

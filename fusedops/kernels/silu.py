@@ -7,20 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedops.kernels.pointwise import flat_offsets, launch_flat, load_computing
+from fusedops.kernels.pointwise import exp, flat_offsets, launch_flat, load_computing, sigmoid
 from fusedops.operators.pointwise import in_layout_of
-
-
-@triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def silu_kernel(x_pointer, y_pointer, elements, BLOCK: tl.constexpr):
     offsets, mask = flat_offsets(elements, BLOCK)
     x = load_computing(x_pointer, offsets, mask)
-    tl.store(y_pointer + offsets, x / (1.0 + tl.exp(-x)), mask=mask)
+    tl.store(y_pointer + offsets, x / (1.0 + exp(-x, x_pointer.dtype.element_ty.primitive_bitwidth == 16)), mask=mask)
 
 
 @triton.jit
@@ -28,7 +23,7 @@ def silu_backward_kernel(grad_pointer, x_pointer, y_pointer, elements, BLOCK: tl
     offsets, mask = flat_offsets(elements, BLOCK)
     grad = load_computing(grad_pointer, offsets, mask)
     x = load_computing(x_pointer, offsets, mask)
-    s = sigmoid(x)
+    s = sigmoid(x, x_pointer.dtype.element_ty.primitive_bitwidth == 16)
     tl.store(y_pointer + offsets, grad * s * (1.0 + x * (1.0 - s)), mask=mask)
 
 

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedops.kernels.pointwise import flat_offsets, launch_flat, load_computing
-from fusedops.kernels.silu import sigmoid
+from fusedops.kernels.pointwise import exp, flat_offsets, launch_flat, load_computing, sigmoid
 from fusedops.operators.pointwise import in_layout_of
 
 
@@ -17,7 +16,8 @@ def silu_mul_kernel(gate_pointer, up_pointer, y_pointer, elements, BLOCK: tl.con
     offsets, mask = flat_offsets(elements, BLOCK)
     gate = load_computing(gate_pointer, offsets, mask)
     up = load_computing(up_pointer, offsets, mask)
-    tl.store(y_pointer + offsets, gate / (1.0 + tl.exp(-gate)) * up, mask=mask)
+    y = gate / (1.0 + exp(-gate, gate_pointer.dtype.element_ty.primitive_bitwidth == 16)) * up
+    tl.store(y_pointer + offsets, y, mask=mask)
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def silu_mul_backward_kernel(
     grad = load_computing(grad_pointer, offsets, mask)
     gate = load_computing(gate_pointer, offsets, mask)
     up = load_computing(up_pointer, offsets, mask)
-    s = sigmoid(gate)
+    s = sigmoid(gate, gate_pointer.dtype.element_ty.primitive_bitwidth == 16)
     tl.store(dgate_pointer + offsets, grad * up * s * (1.0 + gate * (1.0 - s)), mask=mask)
     tl.store(dup_pointer + offsets, grad * gate * s, mask=mask)
 

@@ -198,7 +198,7 @@ def _check(
     _check_dropout(operator, p, approximate, seed, x.device)
 
 
-ONE_KERNEL_LIMIT = 2**20
+ONE_KERNEL_LIMIT = 2**19
 """Elements of y up to which one kernel is faster; beyond, cuBLAS's lead in the product outweighs a pass over z.
 
 On an H200, bfloat16, K 1024, N 4096 (torch 2.11, Triton 3.6): 10.5 us against 12.4 at M 64, 331 against 256 at M 16384.
