@@ -31,8 +31,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def backward(loss: Tensor) -> None:
     """Gradients, in the calling thread.
 
-    By default autograd has a thread for each GPU. With one GPU it gains nothing, and gradients that are Python functions,
-    as those of every operator registered from Python, run slower in it.
+    By default autograd has a thread for each GPU. With one GPU it gains nothing, and gradients that are Python
+    functions, as those of every operator registered from Python, run slower in it.
     """
     with torch.autograd.set_multithreading_enabled(False):
         loss.backward()

@@ -25,9 +25,10 @@ class Tile(NamedTuple):
 
 # By kernel, arithmetic and head dim padded: what to try, best first; the first that fits the GPU's shared memory stays.
 #
-# "half" (float16, bfloat16) was timed on an H200: sequences of 1,024 and 4,096, head dims 64 and 128, causal and full. It
-# has two stages at least: without a pipeline operands pass through registers, and spill. "tf32" is the same in four
-# bytes. "single" (float32 in IEEE precision) and, on some GPUs, "double" have no tensor core products: threads hold operands in registers, larger tiles spill.
+# "half" (float16, bfloat16) was timed on an H200: sequences of 1,024 and 4,096, head dims 64 and 128, causal and full.
+# It has two stages at least: without a pipeline operands pass through registers, and spill. "tf32" is the same in four
+# bytes. "single" (float32 in IEEE precision) and, on some GPUs, "double" have no tensor core products: threads hold
+# operands in registers, larger tiles spill.
 _TILES: dict[str, dict[str, dict[int, tuple[Tile, ...]]]] = {
     "forward": {
         "half": {
