@@ -49,12 +49,11 @@ def loss(path: Path, trainings: Mapping[str, Training], summary: Mapping[str, An
     for i, (arm, training) in enumerate(trainings.items()):
         # Curves of arms that agree lie on each other: the later are dashed, so that the earlier stay visible.
         steps, means = _smooth(training.losses)
-        (line,) = axes.plot(
-            steps, means, label=f"{arm}, training", linestyle="-" if i == 0 else "--", linewidth=2 - i * 0.5
-        )
+        style = "-" if i == 0 else "--"
+        axes.plot(steps, means, style, color=f"C{i}", linewidth=2 - i * 0.5, label=f"{arm}, training")
         points = [(step, metrics["loss"]) for step, metrics in training.validation]
-        (dots,) = axes.plot(*zip(*points, strict=True), "os^Dv"[i % 5], label=f"{arm}, validation")
-        dots.set(color=line.get_color(), markersize=11 - 3 * min(i, 2))
+        (dots,) = axes.plot(*zip(*points, strict=True), "os^Dv"[i % 5], color=f"C{i}", label=f"{arm}, validation")
+        dots.set(markersize=11 - 3 * min(i, 2))
     for name, value in summary["references"].items():
         axes.axhline(value, color="gray", linestyle=":", label=f"{name}, validation")
     axes.set_xlabel("step")

@@ -1,1 +1,1 @@
-"""WHAT each operator is, a file each: schema, check, shape rule, gradient, reference, samples, cost; not how it runs."""
+"""WHAT each operator is, a file each: schema, check, shape rule, gradient, reference, samples, cost."""

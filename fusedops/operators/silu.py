@@ -15,8 +15,9 @@ from fusedops.registration import Kernel, pointwise_vmap, register
 def silu(x: Tensor, *, opaque: bool = False) -> Tensor:
     """x * sigmoid(x), elementwise.
 
-    x: any shape and strides; float16, bfloat16, float32 or float64. Returns a tensor like x. Arithmetic is at least fp32.
-    Under torch.compile it hands over to F.silu, which Inductor fuses with its neighbours; `opaque=True` keeps the operator.
+    x: any shape and strides; float16, bfloat16, float32 or float64. Returns a tensor like x. Arithmetic is at least
+    fp32. Under torch.compile it hands over to F.silu, which Inductor fuses with its neighbours; `opaque=True` keeps the
+    operator.
     Raises TypeError for another dtype.
     """
     if torch.compiler.is_compiling() and not opaque:

@@ -24,7 +24,7 @@ def incompatibilities(recorded: Mapping[str, str], schemas: Mapping[str, str]) -
     for name, old in recorded.items():
         if name not in schemas:
             lines.append(f"{name}: was {old} and is gone")
-        elif not parse(schemas[name]).is_backward_compatible_with(parse(old)):
+        elif not parse(schemas[name]).is_backward_compatible_with(parse(old)):  # type: ignore[attr-defined]
             lines.append(f"{name}: was {old} and is {schemas[name]}; new arguments go last and have defaults")
     return lines
 

@@ -122,15 +122,19 @@ class Subject:
         kept = self.differentiable_outputs(args)
         if not kept:
             raise NotApplicable("no output carries a gradient")
-        return self._restrict(self.call, args, kept), self._restrict(self.reference, args, kept), floating(args)
+        return *self.with_outputs(args, kept), floating(args)
 
-    @staticmethod
-    def _restrict(function: Function, args: Args, kept: Sequence[int]) -> Function:
-        def restricted(*tensors: Tensor) -> tuple[Tensor, ...]:
-            outputs = function(*with_floating(args, tensors))
-            return tuple(outputs[i] for i in kept)
+    def with_outputs(self, args: Args, kept: Sequence[int]) -> tuple[Function, Function]:
+        """Operator and reference as functions of the floating tensors in `args`, giving some outputs (all, if none)."""
 
-        return restricted
+        def restrict(function: Function) -> Function:
+            def restricted(*tensors: Tensor) -> tuple[Tensor, ...]:
+                outputs = function(*with_floating(args, tensors))
+                return tuple(outputs[i] for i in kept or range(len(outputs)))
+
+            return restricted
+
+        return restrict(self.call), restrict(self.reference)
 
     def argument_names(self) -> list[str]:
         """The schema's argument names, in order."""

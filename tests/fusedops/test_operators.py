@@ -10,13 +10,26 @@ from fusedops.registration import FLOATING
 from fusedops.testing import CHECKS, check_operator
 
 SLOW = {"compile_inductor"}
+ABOVE_DISPATCH = {"opcheck_aot", "compile_dynamic", "compile_transforms", "compile_inductor"}
+"""Checks of what happens above the dispatcher, where it is the same whatever runs below: not repeated interpreted."""
 PRODUCTS = {"linear_gelu_dropout", "flash_attention", "flash_attention_backward"}
 """The operators whose kernels multiply matrices: `tl.dot` of bfloat16 is wrong in the interpreter."""
 
 
-@pytest.mark.parametrize("check", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CHECKS])
+WHERE = {"cpu": ("cpu",), "interpreter": ("cpu", pytest.mark.interpreter), "cuda": ("cuda", pytest.mark.gpu)}
+
+
+@pytest.mark.parametrize(
+    ("device", "check"),
+    [
+        pytest.param(device, check, marks=(*marks, pytest.mark.slow) if check in SLOW else marks, id=f"{where}-{check}")
+        for where, (device, *marks) in WHERE.items()
+        for check in CHECKS
+        if where != "interpreter" or check not in ABOVE_DISPATCH
+    ],
+)
 @pytest.mark.parametrize("name", registry.OPERATORS)
-def test_operator(name: str, device: torch.device, check: str) -> None:
+def test_operator(name: str, device: str, check: str) -> None:
     """One check of one operator; skipped, with the reason, where the check does not apply."""
     (outcome,) = check_operator(registry.operator(name), device, checks=[check])
     if outcome.status == "not applicable":
