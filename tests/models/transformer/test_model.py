@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedops.counting import executed
 from fusedops.slots import SLOTS
 from models.transformer.config import ModelConfig, slots_of
 from models.transformer.model import Transformer, TransformerConfig, TransformerOps, rotary_angles, rotate
@@ -234,6 +235,29 @@ def test_arms_start_equal_and_stay_equal_in_training(kind: str, attention: str, 
             history.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", ["gelu", "swiglu", "gelu_rotary"])
+def test_three_steps_with_the_kernels_themselves_equal_stock_pytorch(kind: str) -> None:
+    config = config_of(kind, n_layer=1, context=21)
+    batch = tokens(2, 22)
+    losses: list[list[float]] = []
+    before = executed()
+    for name in ("native", "fused"):
+        torch.manual_seed(5)
+        model = Transformer(config, ops_of(config, name, name))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        losses.append([])
+        for _ in range(3):
+            loss = model(batch[:, :-1], shift_labels=batch[:, 1:]).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    mlp = "silu_mul" if kind == "swiglu" else "linear_gelu_dropout"
+    assert {("flash_attention", "triton-interpreter"), (mlp, "triton-interpreter")} <= set(executed() - before)
 
 
 def test_dropout_is_in_the_mlp_and_only_in_training() -> None:
