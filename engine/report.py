@@ -6,27 +6,22 @@ The tables are made once, as text, and shown twice, so that terminal and file ca
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
-import platform
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table as RichTable
 
-import fusedops
 from engine import figures, timing
 from engine.comparison import Comparison, device_name
 from engine.progress import quantity
 from engine.tracking import Tracker
+from fusedops.benchmark.environment import versions
 
 CPU_NOTE = (
     "This runs on a CPU: fused means the CPU implementations of the operators, made of stock PyTorch operations. "
@@ -136,30 +131,6 @@ def _ratios(comparison: Comparison, arms: Mapping[str, Any], name: str, baseline
         "peak_memory": memory / base_memory if memory and base_memory else None,
         "loss_difference": arm["metrics"]["loss"] - base["metrics"]["loss"],
     }
-
-
-def versions() -> dict[str, str | None]:
-    """The versions a result depends on; git is this project's commit, None outside a checkout."""
-    triton = metadata.version("triton") if importlib.util.find_spec("triton") else None
-    return {
-        "fusedops": fusedops.__version__,
-        "torch": torch.__version__,
-        "triton": triton,
-        "python": platform.python_version(),
-        "git": _git_commit(),
-    }
-
-
-def _git_commit() -> str | None:
-    def git(*arguments: str) -> str:
-        root = Path(__file__).resolve().parent
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
