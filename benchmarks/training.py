@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -57,10 +56,9 @@ def run(experiment: str, overrides: list[str], results: Path) -> bool:
 
 
 def keep(directory: Path, results: Path, experiment: str, command: str) -> Path:
-    """Copy a run's files into the results; summary.json gets its command and, where it has none, its commit."""
+    """Copy a run's files into the results; summary.json gets its command."""
     summary = json.loads((directory / "summary.json").read_text())
     summary["command"] = command
-    summary["versions"]["git"] = summary["versions"]["git"] or os.environ.get("FUSEDOPS_COMMIT")
     name = summary["device"].split(" (")[0]  # of a CPU, without its threads
     target = results / "-".join(name.lower().split()) / experiment
     target.mkdir(parents=True, exist_ok=True)

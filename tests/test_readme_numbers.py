@@ -20,7 +20,7 @@ def test_tables_are_those_of_the_results(path):
 SUMMARY = {
     "model": "transformer",
     "device": "NVIDIA H200",
-    "versions": {"fusedops": "0.1.0", "torch": "2.11.0", "triton": "3.6.0", "python": "3.12.3", "git": None},
+    "versions": {"fusedops": "0.1.0", "torch": "2.11.0", "triton": "3.6.0", "python": "3.12.3", "git": "fedcba9876543210"},
     "arms": {
         name: {
             "metrics": {"loss": loss},
@@ -46,14 +46,13 @@ SUMMARY = {
 
 
 @pytest.fixture
-def results(tmp_path, monkeypatch):
+def results(tmp_path):
     """Results with one experiment, kept from a run directory as benchmarks/training.py does."""
     run = tmp_path / "run"
     run.mkdir()
     for name in training.KEPT:
         (run / name).write_text("x")
     (run / "summary.json").write_text(json.dumps(SUMMARY))
-    monkeypatch.setenv("FUSEDOPS_COMMIT", "fedcba9876543210")
     training.keep(run, tmp_path / "results", "transformer_d512", "python train.py experiment=transformer_d512")
     return tmp_path / "results"
 
