@@ -243,10 +243,16 @@ def test_sigterm_ends_the_step_keeps_the_files_and_closes_the_tracker(tmp_path):
 
 
 def losses_of_arms(
-    tmp_path: Path, model: ModelConfig, steps: int, batch_size: int, device: str
+    tmp_path: Path,
+    model: ModelConfig,
+    steps: int,
+    batch_size: int,
+    device: str,
+    learning_rate: float = 1e-3,
+    warmup_steps: int = 1,
 ) -> dict[str, torch.Tensor]:
     """The training losses of a stock and a fused arm, step for step."""
-    settings = TrainConfig(steps=steps, batch_size=batch_size, device=device, learning_rate=1e-3)
+    settings = TrainConfig(steps=steps, batch_size=batch_size, device=device, learning_rate=learning_rate)
     task = Task(
         model,
         StdlibConfig(validation_fraction=0.0001),
@@ -255,7 +261,7 @@ def losses_of_arms(
         eval_batch_size=64,
         learning_rate=settings.learning_rate,
         weight_decay=settings.weight_decay,
-        warmup_steps=1,
+        warmup_steps=warmup_steps,
         min_lr_ratio=settings.min_lr_ratio,
         seed=settings.seed,
     )
@@ -284,7 +290,19 @@ def test_the_arms_losses_agree_with_the_kernels_themselves(tmp_path, preset):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("preset", ["tiny", "tiny_swiglu", "small"])
-def test_the_arms_losses_agree_on_a_gpu_in_fp32(tmp_path, preset):
-    losses = losses_of_arms(tmp_path, ModelConfig(preset=preset, dropout=0.0), steps=50, batch_size=8, device="cuda")
+@pytest.mark.parametrize(
+    ("preset", "learning_rate", "warmup_steps"),
+    [
+        ("tiny", 1e-3, 1),
+        ("tiny_swiglu", 1e-3, 1),
+        (
+            "small",
+            6e-4,
+            100,
+        ),  # as the experiments train such models: at once at 1e-3 they are chaotic, and so are losses
+    ],
+)
+def test_the_arms_losses_agree_on_a_gpu_in_fp32(tmp_path, preset, learning_rate, warmup_steps):
+    model = ModelConfig(preset=preset, dropout=0.0)
+    losses = losses_of_arms(tmp_path, model, 50, 8, "cuda", learning_rate=learning_rate, warmup_steps=warmup_steps)
     torch.testing.assert_close(losses["fused"], losses["native"], rtol=1e-4, atol=0)
