@@ -64,14 +64,14 @@ def with_unit_stride(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def empty_like(tensor: Tensor) -> Tensor:
+def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of its shape, not filled, that lies in memory as (batch, length, heads, head dim).
 
     Models split heads off a last dimension and merge them into it again: in this layout, which PyTorch's own flash
     kernels have too, neither copies anything, forward or backward.
     """
     batch, heads, length, head_dim = tensor.shape
-    return tensor.new_empty((batch, length, heads, head_dim)).transpose(1, 2)
+    return tensor.new_empty((batch, length, heads, head_dim), dtype=dtype).transpose(1, 2)
 
 
 def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,10 +276,10 @@ def _stock_cpu_arguments(
 
 def _laid_out(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor` in a dtype and in the layout of `empty_like`: itself where it is."""
-    expected = empty_like(tensor)
+    expected = empty_like(tensor, dtype)
     if tensor.dtype == dtype and tensor.stride() == expected.stride():
         return tensor
-    return expected.to(dtype).copy_(tensor)
+    return expected.copy_(tensor)
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, alignment: str) -> tuple[Tensor, Tensor]:
