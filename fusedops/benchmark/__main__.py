@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +19,27 @@ from fusedops.benchmark.runner import estimate_seconds, failures, run, slug
 from fusedops.benchmark.schema import Method
 from fusedops.benchmark.tables import summary_table
 from fusedops.benchmark.workloads import Settings
+
+
+def _device(text: str) -> torch.device:
+    """The device of an argument, if it is there."""
+    name, _, index = text.partition(":")
+    count = torch.cuda.device_count()
+    if name == "cpu" and not index:
+        return torch.device("cpu")
+    if name == "cuda" and (not index or index.isdecimal()) and int(index or 0) < count:
+        return torch.device(text)
+    there = ", ".join(["cpu", *(["cuda"] if count else []), *(f"cuda:{i}" for i in range(count))])
+    raise argparse.ArgumentTypeError(f"there is no device {text!r}; there are {there}")
+
+
+def _can_write(path: Path) -> None:
+    """Raise OSError unless a file can be written there; makes its folder."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,9 +66,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument(
         "--quick", action="store_true", help="small shapes: shows that it works; the CPU's only choice"
     )
-    arguments.add_argument(
-        "--device", type=torch.device, help="default: the current GPU, or the CPU where there is none"
-    )
+    arguments.add_argument("--device", type=_device, help="default: the current GPU, or the CPU where there is none")
     arguments.add_argument("--all-peers", action="store_true", help="also the peers known to be far behind")
     arguments.add_argument("--max-autotune", action="store_true", help="also torch.compile in mode max-autotune (slow)")
     arguments.add_argument("--list", action="store_true", help="list the rows and leave")
@@ -80,6 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
 
     out = None if options.out is None else Path(str(options.out).replace("{gpu}", slug(device)))
+    if out is not None:
+        try:
+            _can_write(out)
+        except OSError as error:
+            arguments.error(f"--out {out}: {error}")
     seconds = estimate_seconds(rows, method, settings, quick=quick)
     print(f"{len(rows)} rows on {device}; about {seconds // 60:.0f} min {seconds % 60:.0f} s", flush=True)
     report = run(rows, settings, method, quick=quick, out=out, say=lambda line: print(line, flush=True))

@@ -37,10 +37,12 @@ class Method:
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise ValueError(f"rounds is {self.rounds}; at least 1 is needed (9 for a result that counts)")
-        if self.idle_s < 0:
-            raise ValueError(f"idle_s is {self.idle_s}; it must not be negative")
-        if self.window_ms <= 0:
-            raise ValueError(f"window_ms is {self.window_ms}; it must be positive")
+        if not 0 <= self.idle_s < math.inf:
+            raise ValueError(f"idle_s is {self.idle_s}; it must not be negative, and finite")
+        if not 0 < self.window_ms < math.inf:
+            raise ValueError(f"window_ms is {self.window_ms}; it must be positive and finite")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it must not be negative")
 
 
 @dataclass(frozen=True)

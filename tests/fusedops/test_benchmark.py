@@ -456,6 +456,13 @@ def test_a_row_that_raises_is_kept_and_the_exit_status_tells(tmp_path, monkeypat
         (["--rows", "99"], "no row '99'"),
         (["--rounds", "0", "--quick"], "rounds is 0"),
         (["--device", "cpu"], "--quick"),
+        (["--device", "foo", "--quick"], "no device 'foo'; there are cpu"),
+        (["--device", "cuda:99", "--quick"], "no device 'cuda:99'; there are cpu"),
+        (["--window", "nan", "--quick"], "window_ms is nan"),
+        (["--idle", "inf", "--quick"], "idle_s is inf"),
+        (["--seed", "-1", "--quick"], "seed is -1"),
+        (["--quick", "--device", "cpu", "--out", "/dev/null/x/report.json"], "--out /dev/null/x/report.json"),
+        (["--quick", "--device", "cpu", "--out", "/tmp"], "--out /tmp"),
     ],
 )
 def test_the_command_line_refuses_what_it_cannot_run(arguments, message, capsys):
