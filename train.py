@@ -78,6 +78,7 @@ def main() -> int:
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then passes exceptions on, and they are explained here
     try:
+        config.check_groups(sys.argv[1:], CONFIGS)
         run()
     except CONFIGURATION_ERRORS as error:
         if full_error == "1":

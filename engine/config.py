@@ -6,12 +6,15 @@ The schema of a model's own keys is generated from its package, that of the oper
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Protocol
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from engine.errors import ConfigError, unknown
@@ -38,7 +41,7 @@ class ModelPackage(Protocol):
         """The sources of data it can be trained on, each a dataclass of keys, its name among them."""
 
 
-def _number(default: float, low: float, high: float = float("inf")) -> Any:
+def _number(default: float, low: float, high: float = math.inf) -> Any:
     return field(default=default, metadata={"low": low, "high": high})
 
 
@@ -146,6 +149,9 @@ def resolve(config: DictConfig, models: Mapping[str, ModelPackage]) -> Settings:
 
     Raises ConfigError naming the key, what it was, and what exists or is allowed.
     """
+    for group in ("model", "data"):
+        if OmegaConf.is_missing(config, group):
+            raise ConfigError(f"{group}: none is chosen, and a run needs one")
     check_keys(config)
     name, preset, source = config.model.name, config.model.preset, config.data.name
     if name not in models:
@@ -167,6 +173,21 @@ def resolve(config: DictConfig, models: Mapping[str, ModelPackage]) -> Settings:
     return Settings(package, values, resolved)
 
 
+def check_groups(overrides: Iterable[str], configs: Path) -> None:
+    """Raise ConfigError for an override group=value whose value is no name (null, 3): Hydra's error names nothing.
+
+    configs: the folder of the groups, each a folder of options.
+    """
+    groups = {path.name for path in configs.iterdir() if path.is_dir()}
+    for override in overrides:
+        group = override.partition("=")[0].lstrip("+")
+        if group in groups and "=" in override:
+            value = OverridesParser.create().parse_override(override).value()
+            if value is None or isinstance(value, int | float | dict):
+                options = sorted(path.stem for path in (configs / group).glob("*.yaml"))
+                raise unknown(override, f"option of {group}", override.partition("=")[2], options)
+
+
 def check_keys(config: DictConfig, prefix: str = "") -> None:
     """Raise ConfigError for a key that the schema lacks: Hydra lets +key=value add any."""
     schema: Any = OmegaConf.get_type(config)
@@ -185,7 +206,7 @@ def check_ranges(values: Any, prefix: str = "") -> None:
         value, asked = getattr(values, f.name), f"{prefix}{f.name}={getattr(values, f.name)}"
         if "choices" in f.metadata and value not in f.metadata["choices"]:
             raise unknown(asked, prefix + f.name, value, f.metadata["choices"])
-        if "low" in f.metadata and not f.metadata["low"] <= value <= f.metadata["high"]:
+        if "low" in f.metadata and not (f.metadata["low"] <= value <= f.metadata["high"] and math.isfinite(value)):
             high = f.metadata["high"]
-            allowed = f"at least {f.metadata['low']}" + (f" and at most {high}" if high != float("inf") else "")
+            allowed = f"at least {f.metadata['low']} and " + (f"at most {high}" if high != math.inf else "finite")
             raise ConfigError(f"{asked}: must be {allowed}")

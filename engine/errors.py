@@ -12,6 +12,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 MAX_LINES = 15
+MERGING = "Error merging override "
+"""How Hydra begins to say which override did not fit: of several for one key, the one that was wrong."""
 
 
 class ConfigError(Exception):
@@ -66,8 +68,9 @@ def _explanation(error: BaseException, overrides: list[str]) -> str:
     if isinstance(cause, ValidationError) and cause.full_key:
         expected = _expected(cause)
         reason = f"expected {expected}" if expected else str(cause.msg or cause).splitlines()[0]
-        return f"{_asked(cause.full_key, overrides)}: {reason}"
-    return "\n".join(str(e) for e in (error, cause) if e is not None and str(e))
+        asked = str(error).removeprefix(MERGING) if str(error).startswith(MERGING) else cause.full_key
+        return f"{_asked(asked, overrides)}: {reason}"
+    return "\n".join(str(e) for e in dict.fromkeys((error, cause)) if e is not None and str(e))
 
 
 def _asked(key: str, overrides: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -86,8 +87,8 @@ def check_architecture(values: Mapping[str, Any], prefix: str = "") -> None:
         raise ValueError(
             f"{prefix}d_model={d_model}: rotary positions need an even d_model / n_head, not {d_model // n_head}"
         )
-    if values["init_std"] <= 0.0:
-        raise ValueError(f"{prefix}init_std={values['init_std']}: must be above 0")
+    if not 0.0 < values["init_std"] < math.inf:
+        raise ValueError(f"{prefix}init_std={values['init_std']}: must be above 0 and finite")
     if not 0.0 <= values["dropout"] < 1.0:
         raise ValueError(f"{prefix}dropout={values['dropout']}: must be at least 0 and below 1")
 
