@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def run(composed: DictConfig) -> None:
 def main() -> int:
     """Run the command line. The exit code: 1 for a run that failed, 2 for a configuration error, 128 + a signal's.
 
-    HYDRA_FULL_ERROR=1 in the environment shows the traceback of a configuration error.
+    HYDRA_FULL_ERROR=1 in the environment shows the traceback of an error of the configuration or of the system.
     """
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then passes exceptions on, and they are explained here
@@ -88,9 +89,17 @@ def main() -> int:
     except RunError as error:
         print(f"the run stopped: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # a full disk, a run directory that cannot be made
+        if full_error == "1":
+            raise
+        print(f"the run stopped: {error}", file=sys.stderr)
+        return 1
     except Interrupted as error:
         print(f"the run was {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:  # before the run began to wait for its steps' ends
+        print("the run was stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
     finally:
         os.environ.pop("HYDRA_FULL_ERROR")
         if full_error is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import torch
 from rich.console import Console
 
 import train
-from engine import timing
+from engine import report, timing
 from engine.arms import operator_set
 from engine.comparison import Comparison
 from engine.config import TrainConfig
@@ -117,6 +118,32 @@ def test_the_exit_code_reaches_the_shell():
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode != 0 and len(result.stderr.splitlines()) <= 15
     assert "ops.atention=native" in result.stderr and "attention" in result.stderr
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(monkeypatch, capfd, tmp_path):
+    (tmp_path / "file").touch()
+    assert run_main(monkeypatch, "tracker=none", f"hydra.run.dir={tmp_path}/file/run") == 1
+    error = capfd.readouterr().err
+    assert f"{tmp_path}/file/run" in error and len(error.splitlines()) == 1
+
+
+def test_a_full_disk_ends_the_run_with_a_line(monkeypatch, capfd, tmp_path):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "summary.json")
+
+    monkeypatch.setattr(report, "write_config", full)
+    assert run_main(monkeypatch, *SMALL, "tracker=none", f"hydra.run.dir={tmp_path}") == 1
+    error = capfd.readouterr().err.splitlines()
+    assert error[-1].startswith("the run stopped: ") and "No space left" in error[-1] and len(error) <= 2
+
+
+def test_ctrl_c_before_the_first_step_leaves_no_traceback(monkeypatch, capfd, tmp_path):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "make_task", interrupted)
+    assert run_main(monkeypatch, *SMALL, "tracker=none", f"hydra.run.dir={tmp_path}") == 128 + signal.SIGINT
+    assert capfd.readouterr().err == "the run was stopped by SIGINT\n"
 
 
 def implementations(summary, arm):
