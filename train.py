@@ -56,6 +56,7 @@ def run(composed: DictConfig) -> None:
     task = make_task(settings)
     arms, baseline = arms_of(values.ops, values.baseline, task.slots)
     directory, console = Path(HydraConfig.get().runtime.output_dir), make_console()
+    report.clear(directory)
     report.write_config(directory, settings.resolved)
     tracker = make_tracker(values.tracker, directory, settings.resolved)
     exit_code = 1

@@ -23,6 +23,8 @@ from engine.progress import quantity
 from engine.tracking import Tracker
 from fusedops.benchmark.environment import versions
 
+RESULTS = ("metrics.jsonl", "summary.json", "comparison.md", "loss.png", "throughput.png")
+
 CPU_NOTE = (
     "This runs on a CPU: fused means the CPU implementations of the operators, made of stock PyTorch operations. "
     "Expect no gain in speed or memory from them here; that is what the GPU kernels are for."
@@ -34,6 +36,12 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+def clear(directory: Path) -> None:
+    """Remove the results of an earlier run in the same directory: what stands there is always of the latest run."""
+    for name in RESULTS:
+        (directory / name).unlink(missing_ok=True)
 
 
 def write_config(directory: Path, resolved: Mapping[str, Any]) -> None:

@@ -146,6 +146,16 @@ def test_ctrl_c_before_the_first_step_leaves_no_traceback(monkeypatch, capfd, tm
     assert capfd.readouterr().err == "the run was stopped by SIGINT\n"
 
 
+def test_a_run_directory_used_again_has_nothing_of_the_run_before(monkeypatch, tmp_path):
+    for name in report.RESULTS:
+        (tmp_path / name).write_text("old")
+    settings = ["train.learning_rate=1e30", "train.grad_clip=0", "train.steps=30", "ops=native", "tracker=none"]
+    assert run_main(monkeypatch, *SMALL, *settings, f"hydra.run.dir={tmp_path}") == 1
+    left = {name for name in report.RESULTS if (tmp_path / name).exists()}
+    assert left <= {"metrics.jsonl"}  # of this run, which ended before the rest
+    assert not left or "old" not in (tmp_path / "metrics.jsonl").read_text()
+
+
 def implementations(summary, arm):
     return {row["slot"]: (row["implementation"], row["path"]) for row in summary["arms"][arm]["operators"]}
 
