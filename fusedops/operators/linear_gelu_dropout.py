@@ -37,10 +37,10 @@ def linear_gelu_dropout(
     Raises TypeError for dtypes that are not allowed or differ, ValueError for shapes or devices that do not match, p
     outside [0, 1] and another approximate.
     """
-    if not training:
+    if not training and 0.0 <= p <= 1.0:  # the operator refuses another p
         p = 0.0
     # Drawn here and passed as a tensor, so that checkpointing, compilers and captured graphs see it drawn.
-    draws = 0.0 < p <= 1.0  # the operator refuses another p
+    draws = 0.0 < p <= 1.0
     seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=x.device) if draws else None
     save_z = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)

@@ -392,6 +392,7 @@ def test_autocast(device: str, low: torch.dtype) -> None:
         ({"p": 1.5}, ValueError, r"p is 1\.5; allowed: a probability, from 0 to 1"),
         ({"p": -0.1}, ValueError, r"p is -0\.1"),
         ({"p": float("nan")}, ValueError, "p is nan"),
+        ({"p": 1.5, "training": False}, ValueError, r"p is 1\.5"),
         ({"approximate": "fast"}, ValueError, "approximate is 'fast'; allowed: 'none', 'tanh'"),
         ({"x": torch.randn(())}, ValueError, "x has no dimensions"),
         ({"x": torch.randn(3, 6)}, ValueError, r"weight has shape \(7, 5\) and x \(3, 6\)"),
