@@ -357,10 +357,9 @@ def _autocast_kernel(operator: Operator, device_type: str, key: str) -> Callable
         return isinstance(a, Tensor) and a.is_floating_point() and a.device.type == device_type
 
     def kernel(*args: Any) -> Any:
-        if promotes:
-            dtype = functools.reduce(torch.promote_types, (a.dtype for a in args if eligible(a)))
-        else:
-            dtype = torch.get_autocast_dtype(device_type)
+        dtype = torch.get_autocast_dtype(device_type)
+        if promotes:  # of no floating tensor at all, which the operator's check refuses, nothing is cast
+            dtype = functools.reduce(torch.promote_types, [a.dtype for a in args if eligible(a)] or [dtype])
         with _C._ExcludeDispatchKeyGuard(excluded):
             # float64 stays, as in stock autocast.
             return op(*(a.to(dtype) if eligible(a) and a.dtype != torch.float64 else a for a in args))
@@ -395,8 +394,18 @@ def looped_vmap(operator: Operator, info: Any, dims: tuple[Any, ...], *args: Any
     def example(i: int) -> Any:
         return operator(*(a if dim is None else a.select(dim, i) for a, dim in zip(args, dims, strict=True)))
 
-    results = [example(i) for i in range(info.batch_size)]
+    def none_like(a: Tensor, dim: int) -> Tensor:
+        return a.new_zeros((*a.shape[:dim], *a.shape[dim + 1 :]))
+
+    if info.batch_size:
+        results = [example(i) for i in range(info.batch_size)]
+    else:  # one call on zeros tells what the outputs are like
+        results = [operator(*(a if dim is None else none_like(a, dim) for a, dim in zip(args, dims, strict=True)))]
+
+    def stack(parts: Iterable[Tensor]) -> Tensor:
+        return torch.stack(list(parts))[: info.batch_size]
+
     if isinstance(results[0], Tensor):
-        return torch.stack(results), 0
-    outputs = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+        return stack(results), 0
+    outputs = tuple(stack(parts) for parts in zip(*results, strict=True))
     return outputs, (0,) * len(outputs)

@@ -116,6 +116,12 @@ def test_autocast_dtype_is_the_one_asked_for(dtype: torch.dtype) -> None:
     assert (y.dtype, double.dtype, x.grad.dtype) == (dtype, torch.float64, torch.float32)
 
 
+def test_autocast_of_no_floating_tensor_is_left_to_the_check() -> None:
+    x = torch.ones(3, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"silu_mul: gate is torch\.int64"):
+        fusedops.silu_mul(x, x)
+
+
 def test_expanded_input_gives_an_output_of_its_own_memory() -> None:
     """`empty_strided(x.stride())` would give every row of the output the same memory."""
     x = random(1, 7).expand(5, 7)
@@ -176,6 +182,12 @@ def test_defaults_that_the_dispatcher_drops_are_refilled(vmap: Callable[..., Any
         torch.testing.assert_close(grad, torch.full_like(x, 3.0))
         assert torch.func.vmap(operator.op, in_dims=(0, None)[: len(args)])(*args).shape == x.shape
     check_operator(operator, checks=["values", "shape_rule", "gradients", "forward_mode", "vmap", "opcheck_aot"])
+
+
+def test_looped_vmap_over_no_example() -> None:
+    x, weights = random(2, 3), random(4, 0, 3)
+    mapped = torch.func.vmap(lambda weight: fusedops.linear_gelu_dropout(x, weight), in_dims=1)(weights)
+    assert mapped.shape == (0, 2, 4)
 
 
 def test_tensor_lists_are_refused() -> None:
