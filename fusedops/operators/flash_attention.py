@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.operators.pointwise import FLOATING
+from fusedops.operators.pointwise import FLOATING, check_number
 from fusedops.registration import Cost, Kernel, Operator, Sample, register
 
 ALIGNMENTS = ("top_left", "bottom_right")
@@ -32,7 +32,7 @@ def flash_attention(
     `torch.backends.cuda.matmul` allows it. Under autocast the inputs are cast.
 
     Hq may be a multiple of Hkv (grouped queries): query head h then reads head h // (Hq // Hkv) of k and v.
-    scale: D**-0.5 unless given.
+    scale: a finite number; D**-0.5 unless given.
     causal: a query sees no key to the right of the diagonal, which starts at the top left, as in
     F.scaled_dot_product_attention, or ends at the bottom right, as decoding against a cache needs. Seen keys are 1:
 
@@ -45,8 +45,10 @@ def flash_attention(
 
     A query that sees no key gives 0 and takes no part in a gradient. Deterministic, forward and backward; gradients of
     any order (from the second on by stock formulas, which hold score matrices); no forward mode.
-    Raises TypeError for another or a mixed dtype, ValueError for shapes, devices or an alignment other than these.
+    Raises TypeError for another or a mixed dtype and a tensor as scale, ValueError for shapes, devices, an alignment or
+    a scale other than these.
     """
+    check_number("flash_attention", "scale", scale)
     return flash_attention_operator(q, k, v, causal, scale, alignment)[0]
 
 
@@ -70,8 +72,10 @@ def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     Models split heads off a last dimension and merge them into it again: in this layout, which PyTorch's own flash
     kernels have too, neither copies anything, forward or backward.
     """
-    batch, heads, length, head_dim = tensor.shape
-    return tensor.new_empty((batch, length, heads, head_dim), dtype=dtype).transpose(1, 2)
+    _, heads, length, head_dim = tensor.shape
+    # Not a transposed view: a view returned by a custom Function may not be modified in place.
+    row = max(heads, 1) * head_dim
+    return tensor.new_empty_strided(tensor.shape, (max(length, 1) * row, head_dim, row, 1), dtype=dtype)
 
 
 def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,11 +92,7 @@ def _computing_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, alignment: str) -> None:
-    _check_inputs("flash_attention", q, k, v, alignment)
-
-
-def _check_inputs(operator: str, q: Tensor, k: Tensor, v: Tensor, alignment: str) -> None:
+def _check(operator: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None, alignment: str) -> None:
     if q.dtype not in FLOATING:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
         raise TypeError(f"{operator}: q is {q.dtype}; allowed: {allowed}")
@@ -119,6 +119,8 @@ def _check_inputs(operator: str, q: Tensor, k: Tensor, v: Tensor, alignment: str
         )
     if alignment not in ALIGNMENTS:
         raise ValueError(f"{operator}: alignment is {alignment!r}; allowed: {', '.join(ALIGNMENTS)}")
+    if scale is not None and not abs(scale) < float("inf"):  # nor NaN
+        raise ValueError(f"{operator}: scale is {scale}; allowed: a finite number, or None for D**-0.5")
 
 
 def _check_like_q(operator: str, q: Tensor, **tensors: Tensor) -> None:
@@ -141,7 +143,7 @@ def _check_backward(
     alignment: str,
 ) -> None:
     name = "flash_attention_backward"
-    _check_inputs(name, q, k, v, alignment)
+    _check(name, q, k, v, scale, alignment)
     _check_like_q(name, q, grad=grad, out=out)
     for argument, tensor in (("grad", grad), ("out", out)):
         if tensor.shape != q.shape:
@@ -167,10 +169,10 @@ def _grouped(kv: Tensor, q: Tensor) -> Tensor:
 
 def _ungrouped(gradient: Tensor, kv: Tensor) -> Tensor:
     """A gradient of `_grouped`'s result as one of its argument."""
-    heads = kv.shape[1]
-    if gradient.shape[1] == heads:
+    if gradient.shape[1] == kv.shape[1]:
         return gradient
-    return gradient.unflatten(1, (heads, gradient.shape[1] // heads)).sum(2)
+    # Not unflatten, which the vmap of torch.autograd.functional does not know.
+    return gradient.reshape(*kv.shape[:2], gradient.shape[1] // kv.shape[1], *kv.shape[2:]).sum(2)
 
 
 def _softmax(q: Tensor, k: Tensor, causal: bool, scale: float, alignment: str) -> tuple[Tensor, Tensor]:
@@ -482,7 +484,7 @@ flash_attention_operator = register(
         "flash_attention(Tensor q, Tensor k, Tensor v, bool causal, float? scale, "
         'str alignment="top_left") -> (Tensor, Tensor)'
     ),
-    check=_check,
+    check=lambda q, k, v, causal, scale, alignment: _check("flash_attention", q, k, v, scale, alignment),
     shape=lambda q, k, v, causal, scale, alignment: empty_outputs(q),
     cpu=_cpu,
     kernel=Kernel("flash_attention", "flash_attention"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -30,6 +31,24 @@ def check_floating(operator: str, **tensors: Tensor) -> None:
             raise ValueError(
                 f"{operator}: {name} is on {tensor.device}, {first_name} on {first.device}; they must be on one device"
             )
+
+
+def check_number(operator: str, name: str, value: object) -> None:
+    """Raise TypeError where a tensor stands for a number: the dispatcher would take its value and lose its gradient."""
+    if isinstance(value, Tensor):
+        raise TypeError(f"{operator}: {name} is a tensor; allowed: a number, which has no gradient")
+
+
+def check_handed_over(operator: str, **tensors: Tensor) -> None:
+    """What `check_floating` raises, for stock operations that stand in for an operator: they broadcast and promote.
+
+    Under autocast dtypes may differ, as for the operator.
+    """
+    first, *_ = tensors.values()
+    if torch.is_autocast_enabled(first.device.type):
+        dtype = functools.reduce(torch.promote_types, [t.dtype for t in tensors.values()])
+        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    check_floating(operator, **tensors)
 
 
 def in_layout_of(tensor: Tensor, model: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ def silu(x: Tensor, *, opaque: bool = False) -> Tensor:
     Raises TypeError for another dtype.
     """
     if torch.compiler.is_compiling() and not opaque:
+        pointwise.check_handed_over("silu", x=x)
         return F.silu(x)
     return silu_operator(x)
 

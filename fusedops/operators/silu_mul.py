@@ -22,6 +22,7 @@ def silu_mul(gate: Tensor, up: Tensor, *, opaque: bool = False) -> Tensor:
     Raises TypeError for another or a mixed dtype, ValueError for shapes or devices that differ.
     """
     if torch.compiler.is_compiling() and not opaque:
+        pointwise.check_handed_over("silu_mul", gate=gate, up=up)
         return F.silu(gate) * up
     return silu_mul_operator(gate, up)
 

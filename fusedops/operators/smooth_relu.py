@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.operators import pointwise
@@ -20,9 +19,11 @@ def smooth_relu(x: Tensor, alpha: float = 0.01, *, opaque: bool = False) -> Tens
 
     x: any shape and strides; float16, bfloat16, float32 or float64. Returns a tensor like x.
     Under torch.compile it hands over to the stock formula, which Inductor fuses; `opaque=True` keeps the operator.
-    Raises TypeError for another dtype.
+    Raises TypeError for another dtype, and for a tensor as alpha.
     """
+    pointwise.check_number("smooth_relu", "alpha", alpha)
     if torch.compiler.is_compiling() and not opaque:
+        pointwise.check_handed_over("smooth_relu", x=x)
         return _reference(x, alpha)
     return smooth_relu_operator(x, alpha)
 
@@ -43,7 +44,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _cpu(x: Tensor, alpha: float) -> Tensor:
     y = torch.empty_like(x)
-    return F.leaky_relu(x, alpha, inplace=False) if y.stride() == x.stride() else y.copy_(F.leaky_relu(x, alpha))
+    return torch.ops.aten.leaky_relu.out(pointwise.in_layout_of(x, y), alpha, out=y)
 
 
 def _backward_cpu(grad: Tensor, x: Tensor, alpha: float) -> Tensor:

@@ -336,6 +336,17 @@ def test_second_order(device: torch.device) -> None:
     assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
+def test_vectorized_hessian_of_groups(device: torch.device) -> None:
+    """The vmap of torch.autograd.functional is older than that of torch.func, and knows fewer operations."""
+    q, k, v = qkv(3, 3, 2, batch=1, kv_heads=1, device=device, dtype=torch.float64)
+
+    def function(k: Tensor) -> Tensor:
+        return fusedops.flash_attention(q, k, v, True).sin().sum()
+
+    one_by_one, at_once = (torch.autograd.functional.hessian(function, k, vectorize=flag) for flag in (False, True))
+    torch.testing.assert_close(at_once, one_by_one)
+
+
 def test_bitwise_repeatable(device: torch.device) -> None:
     """Forward and backward give the same bits each time."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
@@ -355,6 +366,17 @@ def test_results_merge_heads_without_a_copy(device: torch.device) -> None:
     inputs = qkv(7, 7, heads=4, device=device)
     for tensor in with_gradients(fusedops.flash_attention, inputs, torch.ones_like(inputs[0])):
         assert tensor.transpose(1, 2).is_contiguous()
+
+
+def test_result_may_be_modified(device: torch.device) -> None:
+    """A view that a custom Function returns may not be; the gradient, which needs the result, says that it changed."""
+    q, k, v = (t.requires_grad_() for t in qkv(3, 3, device=device))
+    out = fusedops.flash_attention(q, k, v)
+    twice = 2 * out.detach()
+    out.mul_(2)
+    torch.testing.assert_close(out.detach(), twice)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -437,6 +459,10 @@ def test_errors() -> None:
     refused(ValueError, r"k has head dim 7, q 8; they must be equal", k=k[..., 1:], v=v[..., 1:])
     refused(ValueError, r"q has 3 heads, k and v 2; q's must be a multiple of those of k and v", q=q[:, 1:])
     refused(ValueError, r"alignment is 'top'; allowed: top_left, bottom_right", alignment="top")
+    refused(ValueError, r"scale is nan; allowed: a finite number, or None for D\*\*-0\.5", scale=float("nan"))
+    refused(ValueError, r"scale is -inf; allowed: a finite number", scale=float("-inf"))
+    # The dispatcher would take its value, and a learned scale would get no gradient.
+    refused(TypeError, r"scale is a tensor; allowed: a number", scale=torch.tensor(0.1, requires_grad=True))
     wide = qkv(4, 4, 257)
     refused(ValueError, r"the head dim is 257; allowed: 1 to 256", **dict(zip("qkv", wide, strict=True)))
     none = qkv(4, 4, 0)

@@ -273,6 +273,17 @@ def test_silu_mul_arguments_that_differ() -> None:
         fusedops.silu_mul(gate, gate[0])
 
 
+def test_a_tensor_is_no_alpha() -> None:
+    """The dispatcher would take its value, and a learned alpha would get no gradient."""
+    with pytest.raises(TypeError, match="smooth_relu: alpha is a tensor; allowed: a number"):
+        fusedops.smooth_relu(torch.randn(5), torch.tensor(0.1, requires_grad=True))
+
+
+def test_size_one_dimensions_keep_the_layout_of_the_shape_rule() -> None:
+    x = torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last)
+    assert fusedops.smooth_relu(x).stride() == torch.empty_like(x).stride()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Compilers, graphs
 
@@ -299,6 +310,21 @@ def test_hand_over_to_inductor(name: str, opaque: bool) -> None:
         assert not [target for target in targets if "fusedops" in target]
 
 
+def test_stock_operations_take_what_the_operator_takes() -> None:
+    """They would broadcast and promote: what raises in eager raises compiled, and autocast's rule is the operator's."""
+    torch._dynamo.reset()
+    gate = torch.randn(5, 7)
+    compiled = torch.compile(fusedops.silu_mul, backend="eager")
+    for up in (gate[0], gate.half()):
+        with pytest.raises(Exception, match=r"silu_mul: up (has shape|is torch\.float16)"):
+            compiled(gate, up)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiled(gate.bfloat16(), gate).dtype == torch.float32
+    integers = torch.ones(5, dtype=torch.int64)
+    with pytest.raises(Exception, match=r"smooth_relu: x is torch\.int64"):
+        torch.compile(fusedops.smooth_relu, backend="eager")(integers)
+
+
 @functions
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_handed_over_gradients(name: str, dynamic: bool) -> None:
@@ -317,6 +343,7 @@ def test_cuda_graph(name: str) -> None:
     ours, stock, _ = FUNCTIONS[name]
     args = arguments(name, torch.randn(1001, device="cuda"))
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         with_gradient(ours, args)
     torch.cuda.current_stream().wait_stream(stream)
