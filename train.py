@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from engine import config, report
 from engine.arms import arms_of
 from engine.comparison import Comparison, choose_device
-from engine.errors import CONFIGURATION_ERRORS, ConfigError, Interrupted, RunError, explain
+from engine.errors import CONFIGURATION_ERRORS, ConfigError, Interrupted, RunError, explain, is_out_of_memory
 from engine.progress import make_console
 from engine.signals import StopSignal
 from engine.task import Task
@@ -89,6 +89,11 @@ def main() -> int:
         return 2
     except RunError as error:
         print(f"the run stopped: {error}", file=sys.stderr)
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if full_error == "1" or not is_out_of_memory(error):
+            raise
+        print(f"the run stopped: out of memory: {(str(error) or type(error).__name__).splitlines()[0]}", file=sys.stderr)
         return 1
     except OSError as error:  # a full disk, a run directory that cannot be made
         if full_error == "1":

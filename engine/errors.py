@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterable
 from typing import Any, get_args, get_type_hints
 
+import torch
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
@@ -30,6 +31,12 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.exit_code = 128 + signum
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of a GPU or of the machine, as PyTorch or Python says it."""
+    # On the CPU PyTorch raises a RuntimeError that only its text tells from others.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def unknown(asked: str, kind: str, name: str, existing: Iterable[str]) -> ConfigError:

@@ -137,6 +137,24 @@ def test_a_full_disk_ends_the_run_with_a_line(monkeypatch, capfd, tmp_path):
     assert error[-1].startswith("the run stopped: ") and "No space left" in error[-1] and len(error) <= 2
 
 
+@pytest.mark.parametrize(
+    "overrides", [["model.vocab_size=99999999999"], ["train.batch_size=99999999999", "train.steps=1"]], ids=str
+)
+def test_what_needs_too_much_memory_ends_with_a_line(monkeypatch, capfd, tmp_path, overrides):
+    assert run_main(monkeypatch, *SMALL, *overrides, "ops=native", "tracker=none", f"hydra.run.dir={tmp_path}") == 1
+    error = capfd.readouterr().err.splitlines()
+    assert "the run stopped: out of memory: " in error[-1] and len(error) <= 2
+
+
+def test_an_error_that_is_none_of_memory_keeps_its_traceback(monkeypatch, tmp_path):
+    def broken(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(train, "make_task", broken)
+    with pytest.raises(RuntimeError, match="planted"):
+        run_main(monkeypatch, *SMALL, "tracker=none", f"hydra.run.dir={tmp_path}")
+
+
 def test_ctrl_c_before_the_first_step_leaves_no_traceback(monkeypatch, capfd, tmp_path):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
