@@ -93,7 +93,8 @@ def main() -> int:
     except (MemoryError, RuntimeError) as error:
         if full_error == "1" or not is_out_of_memory(error):
             raise
-        print(f"the run stopped: out of memory: {(str(error) or type(error).__name__).splitlines()[0]}", file=sys.stderr)
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        print(f"the run stopped: out of memory: {reason}", file=sys.stderr)
         return 1
     except OSError as error:  # a full disk, a run directory that cannot be made
         if full_error == "1":
