@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+# Inductor compiles in this process: a pool of workers has little to do here and may keep Python from ending.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import pytest
 import torch
 

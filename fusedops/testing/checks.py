@@ -83,7 +83,7 @@ def _run(operator: Operator, device: torch.device, name: str, seed: int) -> tupl
     start = time.perf_counter()
     if name in operator.exempt:
         return Check(name, "not applicable", operator.exempt[name], 0.0), None
-    devices = [device] if device.type == "cuda" else []
+    devices = range(torch.cuda.device_count()) if device.type == "cuda" or torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         try:

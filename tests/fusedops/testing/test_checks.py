@@ -130,10 +130,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "values off by a few units in the last place": ("values", {"cpu": with_half_an_epsilon_too_much}),
     "contiguous by the shape rule": ("shape_rule", {"shape": lambda x, weight: torch.empty(x.shape, dtype=x.dtype)}),
     "double by the shape rule": ("shape_rule", {"shape": lambda x, weight: torch.empty_like(x).double()}),
-    "contiguous by the shape rule, seen by opcheck": (
-        "opcheck",
-        {"shape": lambda x, weight: torch.empty(x.shape, dtype=x.dtype)},
-    ),
+    "double by the shape rule, seen by opcheck": ("opcheck", {"shape": lambda x, weight: torch.empty_like(x).double()}),
     "NaN swallowed": ("non_finite", {"cpu": without_nan}),
     "first row unwritten": ("unwritten_memory", {"cpu": with_a_hole}),
     "argument overwritten": ("inputs_unwritten", {"cpu": writing_to_weight}),
