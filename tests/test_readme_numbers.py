@@ -20,7 +20,7 @@ def test_tables_are_those_of_the_results(path):
 SUMMARY = {
     "model": "transformer",
     "device": "NVIDIA H200",
-    "versions": {"fusedops": "0.1.0", "torch": "2.11.0", "triton": "3.6.0", "python": "3.12.3", "git": "fedcba9876543210"},
+    "versions": {"fusedops": "0.1.0", "torch": "2.11.0", "triton": "3.6.0", "python": "3.12.3", "git": "fedcba9876543"},
     "arms": {
         name: {
             "metrics": {"loss": loss},
