@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fusedops.testing.accuracy import GRADIENT_FACTOR, assert_accurate
 from fusedops.testing.subject import Args, NotApplicable, Subject, floating, with_gradient
-from fusedops.testing.transforms import grad
+from fusedops.testing.transforms import grad, jvp
 
 CHEAP = ("test_schema", "test_autograd_registration", "test_faketensor")
 
@@ -85,19 +85,21 @@ def compile_inductor(subject: Subject) -> None:
 
 
 def compile_transforms(subject: Subject) -> None:
-    """torch.func.grad(grad) inside torch.compile."""
+    """torch.func.grad(grad), and jvp where there is one, inside torch.compile."""
     subject.require_gradient()
     sample = subject.few(subject.require(torch.float64), 1)[0]
     ours, reference, tensors = subject.restricted(sample.args)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(grad(grad(ours)), backend="aot_eager", fullgraph=True)
-    assert_accurate(
-        f"{sample.name}, grad(grad)",
-        compiled(*tensors),
-        grad(grad(reference)),
-        tensors,
-        dtype=torch.float64,
-        factor=GRADIENT_FACTOR,
-        further=map(floating, subject.further(sample)),
-    )
+    transforms = {"grad(grad)": lambda function: grad(grad(function))}
+    if subject.operator.jvp is not None:
+        transforms["jvp"] = jvp
+    for name, transform in transforms.items():
+        torch._dynamo.reset()
+        assert_accurate(
+            f"{sample.name}, {name}",
+            torch.compile(transform(ours), backend="aot_eager", fullgraph=True)(*tensors),
+            transform(reference),
+            tensors,
+            dtype=torch.float64,
+            factor=GRADIENT_FACTOR,
+            further=map(floating, subject.further(sample)),
+        )

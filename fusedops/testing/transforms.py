@@ -60,7 +60,9 @@ def _dual(function: Function) -> Function:
     return dual
 
 
-def _jvp(function: Function) -> Function:
+def jvp(function: Function) -> Function:
+    """torch.func.jvp with tangents that are the same in every dtype."""
+
     return lambda *tensors: torch.func.jvp(function, tensors, _tangents(tensors))[1]
 
 
@@ -81,10 +83,10 @@ def forward_mode(subject: Subject) -> None:
         ours, reference, tensors = subject.restricted(sample.args)
         further = subject.further(sample)
         for name, transform in (
-            ("jvp", _jvp),
+            ("jvp", jvp),
             ("dual numbers", _dual),
-            ("jvp(jvp)", lambda function: _jvp(_jvp(function))),
-            ("grad(jvp)", lambda function: grad(_jvp(function))),
+            ("jvp(jvp)", lambda function: jvp(jvp(function))),
+            ("grad(jvp)", lambda function: grad(jvp(function))),
         ):
             try:
                 _compare(f"{sample.name}, {name}", transform(ours), transform(reference), tensors, further)
