@@ -319,7 +319,8 @@ class _WithoutTangents:
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        return tuple(t if t is None else forward_ad.unpack_dual(t).primal for t in self._ctx.saved_tensors)
+        # The level is always 0, functorch nests by wrapping tensors; under compilation unpack_dual would not find it.
+        return tuple(t if t is None else forward_ad.unpack_dual(t, level=0).primal for t in self._ctx.saved_tensors)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
