@@ -138,9 +138,10 @@ def test_a_full_disk_ends_the_run_with_a_line(monkeypatch, capfd, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "overrides", [["model.vocab_size=99999999999"], ["train.batch_size=99999999999", "train.steps=1"]], ids=str
+    "overrides", [[f"model.vocab_size={10**15}"], [f"train.batch_size={10**15}", "train.steps=1"]], ids=str
 )
 def test_what_needs_too_much_memory_ends_with_a_line(monkeypatch, capfd, tmp_path, overrides):
+    """More than an address space holds, which is refused at once however much memory a system promises."""
     assert run_main(monkeypatch, *SMALL, *overrides, "ops=native", "tracker=none", f"hydra.run.dir={tmp_path}") == 1
     error = capfd.readouterr().err.splitlines()
     assert "the run stopped: out of memory: " in error[-1] and len(error) <= 2
@@ -259,7 +260,9 @@ def command_without_network() -> list[str]:
 
 def bare_environment(tmp_path: Path) -> dict[str, str]:
     """No account, an empty home, and proxies that lead nowhere."""
-    kept = {k: v for k, v in os.environ.items() if k.startswith(("PATH", "LD_", "TORCH", "TRITON", "OMP"))}
+    kept = {
+        k: v for k, v in os.environ.items() if k.startswith(("PATH", "PYTHONPATH", "LD_", "TORCH", "TRITON", "OMP"))
+    }
     dead = "http://127.0.0.1:9"
     home = tmp_path / "home"
     home.mkdir()

@@ -108,4 +108,5 @@ def test_a_write_that_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch):
 def test_versions_name_the_commit_or_nothing(monkeypatch):
     assert report.versions()["python"].startswith("3.")
     monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("FUSEDOPS_COMMIT", raising=False)
     assert report.versions()["git"] is None
