@@ -79,17 +79,16 @@ def assert_as_accurate_as_stock(
     low = inputs if inputs[0].dtype != torch.float64 else tuple(t.float() for t in inputs)
     own = with_gradients(stock, low, grad.to(low[0].dtype))
     scale = torch.finfo(inputs[0].dtype).eps / torch.finfo(low[0].dtype).eps
-    # Gradients of q and k are differences of terms of about this size. One that is exactly zero, as dq of a query that
-    # sees one key, is what their rounding leaves: nothing in stock PyTorch, which computes both terms the same way.
+    # Gradients of q and k are differences of terms of about this size, which are rounded as the arithmetic is. One that
+    # is zero, as dq of a query that sees one key, is what that leaves: nothing in stock PyTorch, where both terms are
+    # computed the same way.
     terms = math.prod(t.norm(dim=-1).max().item() for t in (grad.double(), *double(inputs[1:])) if t.numel())
     terms *= inputs[0].shape[-1] ** -0.5
+    rounding = terms * torch.finfo(torch.promote_types(inputs[0].dtype, torch.float32)).eps
     for name, ours_, exact_, own_ in zip(("out", "dq", "dk", "dv"), ours, exact, own, strict=True):
         assert ours_.dtype == inputs[0].dtype and ours_.shape == exact_.shape, name
         error, own_error = ((t.double() - exact_).norm().item() for t in (ours_, own_))
-        luck = (
-            torch.finfo(ours_.dtype).eps * (exact_.norm().item() or terms)
-            + largest_score * terms * torch.finfo(torch.float32).eps
-        )
+        luck = torch.finfo(ours_.dtype).eps * exact_.norm().item() + (1 + largest_score) * rounding
         allowed = (2 if name == "out" else 3) * own_error * scale + luck
         assert error <= allowed, f"{name}: error {error:.2e}, stock's own {own_error * scale:.2e}"
 
