@@ -12,13 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedops.kernels.launching import launch
-from fusedops.kernels.pointwise import flat_offsets, load_computing, scalar
+from fusedops.kernels.pointwise import flat_offsets, launch_flat, load_computing, scalar
 from fusedops.operators import philox
-
-BLOCK = 1024
-NUM_WARPS = 4  # 8 elements a thread: one call of Philox, and 16 bytes of a half type
-
 
 # In an expression these follow a tensor: in the interpreter, a constexpr times a tensor is a constexpr.
 SQRT_HALF = tl.constexpr(math.sqrt(0.5))
@@ -134,32 +129,12 @@ def gelu_dropout_backward_kernel(
 
 def gelu_dropout(z: Tensor, y: Tensor, p: float, approximate: str, seed: Tensor | None) -> None:
     """Write dropout(gelu(z)) into y, both contiguous; y may be z itself."""
-    elements = z.numel()
-    if elements:
-        launch(
-            gelu_dropout_kernel,
-            triton.cdiv(elements, BLOCK),
-            (z, y, seed),
-            (philox.threshold(p), philox.scale(p), elements),
-            NUM_WARPS,
-            TANH=approximate == "tanh",
-            DROPOUT=p > 0,
-            BLOCK=BLOCK,
-        )
+    numbers = (philox.threshold(p), philox.scale(p))
+    launch_flat(gelu_dropout_kernel, z, y, seed, numbers=numbers, TANH=approximate == "tanh", DROPOUT=p > 0)
 
 
 def gelu_dropout_backward(grad: Tensor, z: Tensor, p: float, approximate: str, seed: Tensor | None) -> Tensor:
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    elements = z.numel()
-    if elements:
-        launch(
-            gelu_dropout_backward_kernel,
-            triton.cdiv(elements, BLOCK),
-            (grad.contiguous(), z.contiguous(), dz, seed),
-            (philox.threshold(p), philox.scale(p), elements),
-            NUM_WARPS,
-            TANH=approximate == "tanh",
-            DROPOUT=p > 0,
-            BLOCK=BLOCK,
-        )
+    tensors, numbers = (grad.contiguous(), z.contiguous(), dz, seed), (philox.threshold(p), philox.scale(p))
+    launch_flat(gelu_dropout_backward_kernel, *tensors, numbers=numbers, TANH=approximate == "tanh", DROPOUT=p > 0)
     return dz

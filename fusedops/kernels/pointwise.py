@@ -11,14 +11,17 @@ from torch import Tensor
 from fusedops.kernels.launching import launch
 
 BLOCK = 1024
-NUM_WARPS = 4  # 8 elements a thread: 16 bytes of a half type
+NUM_WARPS = 4  # 8 elements a thread: 16 bytes of a half type, and one call of Philox
 
 
-def launch_flat(kernel: Any, *tensors: Tensor, numbers: tuple[float, ...] = ()) -> None:
-    """Launch over dense tensors of equal strides; the kernel's last number is how many elements they have."""
-    elements = tensors[0].numel()
+def launch_flat(
+    kernel: Any, first: Tensor, *others: Tensor | None, numbers: tuple[float, ...] = (), **constants: Any
+) -> None:
+    """Launch over dense tensors of equal strides; the kernel's last number is how many elements the first has."""
+    elements = first.numel()
     if elements:
-        launch(kernel, triton.cdiv(elements, BLOCK), tensors, (*numbers, elements), NUM_WARPS, BLOCK=BLOCK)
+        programs, numbers = triton.cdiv(elements, BLOCK), (*numbers, elements)
+        launch(kernel, programs, (first, *others), numbers, NUM_WARPS, BLOCK=BLOCK, **constants)
 
 
 @triton.jit
