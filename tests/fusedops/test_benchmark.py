@@ -34,7 +34,8 @@ from fusedops.benchmark.comparison import interleaved
 from fusedops.benchmark.rows import ROWS, Row, select
 from fusedops.benchmark.schema import Ceilings, Floor
 from fusedops.benchmark.tables import contender_table, short_table, summary_table
-from fusedops.benchmark.workloads import Settings, _check_share_dropped, build
+from fusedops.benchmark.workloads import Settings, build
+from fusedops.benchmark.workloads.linear import check_share_dropped
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = Method(rounds=4, idle_s=0.0, window_ms=0.2)
@@ -281,9 +282,9 @@ def test_compare_refuses_contenders_it_cannot_compare():
 
 
 def test_share_dropped_must_be_p():
-    _check_share_dropped(0.1001, 0.1, 1_000_000)
+    check_share_dropped(0.1001, 0.1, 1_000_000)
     with pytest.raises(WrongResult, match="share dropped is 0"):
-        _check_share_dropped(26 / 256, 0.1, 60_000_000)
+        check_share_dropped(26 / 256, 0.1, 60_000_000)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
