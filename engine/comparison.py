@@ -23,7 +23,7 @@ from engine.loop import Training, matmul_precision, train_arm
 from engine.operators import operator_table
 from engine.progress import TrainingProgress
 from engine.signals import StopSignal
-from engine.step import Stepper, to_device
+from engine.step import make_stepper, to_device
 from engine.task import Task
 from engine.tracking import Tracker
 
@@ -128,7 +128,7 @@ class Comparison:
     def _step_of(self, arm: Arm) -> Callable[[], object]:
         """Training steps of the arm on its first batch, on a model of their own."""
         torch.manual_seed(self.train.seed)
-        stepper = Stepper(self.task, self.build(arm), self.task.phases()[0], self.train, self.device)
+        stepper = make_stepper(self.task, self.build(arm), self.task.phases()[0], self.train, self.device)
         batch = to_device(self.task.batch(0), self.device)
         return lambda: stepper(batch)
 

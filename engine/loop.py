@@ -17,7 +17,7 @@ from engine.config import TrainConfig
 from engine.errors import RunError
 from engine.progress import TrainingProgress
 from engine.signals import StopSignal
-from engine.step import Stepper, StepResult, autocast, to_device
+from engine.step import StepResult, TrainingStep, autocast, make_stepper, to_device
 from engine.task import Batch, Task
 
 WARMUP_STEPS = 3
@@ -151,14 +151,14 @@ class _ArmTraining:
         with contextlib.closing(training_batches(self._task, steps, self._device)) as batches:
             self._clock.restart()
             for phase in phases:
-                stepper = Stepper(self._task, self._model, phase, self._train, self._device)
+                stepper = make_stepper(self._task, self._model, phase, self._train, self._device)
                 for batch, units in itertools.islice(batches, phase.steps):
                     self._take(stepper, batch, units, last=self._step + 1 == steps)
         self._validate()
         self._result.peak_memory_bytes = self._clock.peak_memory
         return self._result
 
-    def _take(self, stepper: Stepper, batch: Batch, units: int, last: bool) -> None:
+    def _take(self, stepper: TrainingStep, batch: Batch, units: int, last: bool) -> None:
         self._window.append(stepper(batch))
         self._step += 1
         if self._step == WARMUP_STEPS:

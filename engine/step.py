@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -69,11 +69,37 @@ class StepResult(NamedTuple):
     skipped: bool
 
 
-class Stepper:
-    """Trains a model by one step a call, in one phase.
+class TrainingStep(Protocol):
+    """Trains a model by one step a call, in one phase."""
 
-    A step whose fp16 gradients are not finite is skipped: neither the weights nor the schedule move, and the loss is
-    scaled less from then on.
+    taken: int
+    """Steps that moved the weights: the schedule's position."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The first parameter group's, in the latest step."""
+
+    def __call__(self, *batches: Batch) -> StepResult:
+        """One step on the batches, which are on the device."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on besides the model and the batches."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+
+
+def make_stepper(task: Task, model: nn.Module, phase: Phase, train: TrainConfig, device: torch.device) -> TrainingStep:
+    """What takes the steps of a phase."""
+    return Stepper(task, model, phase, train, device)
+
+
+class Stepper:
+    """The step of optimizers that are given a gradient: forward and backward once a batch, then one update.
+
+    Of several batches (gradient accumulation) each counts by what its loss is averaged over, so that loss and gradient
+    are those of one batch made of them all. A step whose fp16 gradients are not finite is skipped: neither the weights
+    nor the schedule move, and the loss is scaled less from then on.
     """
 
     def __init__(self, task: Task, model: nn.Module, phase: Phase, train: TrainConfig, device: torch.device) -> None:
@@ -82,37 +108,72 @@ class Stepper:
         """Steps that moved the weights: the schedule's position."""
         self._task, self._phase, self._train, self._device = task, phase, train, device
         self._optimizers = phase.optimizers(model)
-        self._groups = [(group, group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+        self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._scaler = torch.amp.GradScaler(device.type) if train.precision == "fp16" else None
 
     @property
     def learning_rate(self) -> float:
         """The first parameter group's, in the latest step."""
-        return float(self._groups[0][0]["lr"])
+        return float(self._optimizers[0].param_groups[0]["lr"])
 
-    def __call__(self, batch: Batch) -> StepResult:
-        """One step on a batch that is on the device."""
+    def __call__(self, *batches: Batch) -> StepResult:
+        """One step on the batches, which are on the device."""
         factor = self._phase.schedule(self.taken)
-        for group, peak in self._groups:
-            group["lr"] = peak * factor
-        with autocast(self._device, self._train.precision):
-            loss, _ = self._task.loss(self.model, batch)
+        for optimizer, peaks in zip(self._optimizers, self._peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+        loss = self._accumulate(batches)
         if self._scaler is None:
-            backward(loss)
             norm = clip_gradients(self._parameters, self._train.grad_clip)
             for optimizer in self._optimizers:
                 optimizer.step()
             skipped = False
         else:
-            norm, skipped = self._scaled_step(self._scaler, loss)
+            norm, skipped = self._scaled_step(self._scaler)
         self.taken += not skipped
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss.detach(), norm, skipped)
+        return StepResult(loss, norm, skipped)
 
-    def _scaled_step(self, scaler: torch.amp.GradScaler, loss: Tensor) -> tuple[Tensor, bool]:
-        backward(scaler.scale(loss))
+    def state_dict(self) -> dict[str, Any]:
+        """The schedule's position, the optimizers' states and the scaler's."""
+        return {
+            "taken": self.taken,
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.taken = state["taken"]
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state["scaler"])
+
+    def _accumulate(self, batches: Sequence[Batch]) -> Tensor:
+        """Leave the gradient of all batches in the parameters, scaled for fp16; returns their mean loss."""
+        losses = []
+        for batch, weight in self._weighted(batches):
+            with autocast(self._device, self._train.precision):
+                loss, _ = self._task.loss(self.model, batch)
+            if weight != 1:
+                loss = loss * weight
+            backward(loss if self._scaler is None else self._scaler.scale(loss))
+            losses.append(loss.detach())
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _weighted(self, batches: Sequence[Batch]) -> list[tuple[Batch, float]]:
+        """Each batch with its share of what the step is averaged over, those without any left out."""
+        if len(batches) == 1:
+            return [(batches[0], 1.0)]
+        counts = [self._task.count(batch) for batch in batches]
+        if not any(counts):
+            raise RunError(f"none of the {len(batches)} batches of a step has anything that counts")
+        return [(batch, count / sum(counts)) for batch, count in zip(batches, counts, strict=True) if count]
+
+    def _scaled_step(self, scaler: torch.amp.GradScaler) -> tuple[Tensor, bool]:
         for optimizer in self._optimizers:
             scaler.unscale_(optimizer)
         norm = clip_gradients(self._parameters, self._train.grad_clip)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_model
 from torch import Tensor, nn
 
 Batch = Mapping[str, Tensor]
+StreamState = dict[str, Any]
+"""Where a stream of batches stands: nested dicts, lists, tuples, tensors and what JSON has, keys being strings."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,28 @@ class Task(ABC):
 
     @abstractmethod
     def batch(self, step: int, rank: int = 0) -> Batch:
-        """The training batch of a step: a pure function of (seed, step, rank), tensors on the CPU."""
+        """The training batch of an index: a pure function of (seed, index, rank), tensors on the CPU.
+
+        A step takes one batch, or as many as `train.accumulation` says: those of step s are s * n to s * n + n - 1.
+        """
+
+    def batches(self, start: int, state: StreamState | None = None) -> Iterator[tuple[Batch, StreamState | None]]:
+        """The training batches from an index on, each with the state from which they go on after it.
+
+        state: what stood beside the batch before `start`; None at the beginning, and for batches that are a function of
+        their index, as they are unless a task overrides this. A state is kept while the iterator goes on: each is an
+        object of its own, never changed afterwards. Batches that end before the training does end it with an error.
+        """
+        for index in itertools.count(start):
+            yield self.batch(index), None
 
     @abstractmethod
     def units(self, batch: Batch) -> int:
         """How many units of work a batch is."""
+
+    def count(self, batch: Batch) -> int:
+        """What `loss` of this batch is averaged over, known before the loss: its weight among those of one step."""
+        return self.units(batch)
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
@@ -73,7 +95,18 @@ class Task(ABC):
 
     @abstractmethod
     def flops_per_step(self) -> int | None:
-        """Model FLOPs of one training step (forward and backward, without recomputation), or None where unknown."""
+        """Model FLOPs of one training step (forward and backward, without recomputation), or None where unknown.
+
+        Of a step that takes one batch; the engine multiplies by `train.accumulation`.
+        """
+
+    def save(self, model: nn.Module, directory: Path) -> None:
+        """Write a trained model, which is not compiled, into a directory that exists and is empty.
+
+        By default model.safetensors, the state_dict by its names; of parameters that are one tensor, one name is kept.
+        `safetensors.torch.load_model` reads it.
+        """
+        save_model(model, str(directory / "model.safetensors"))
 
     def describe(self, model: nn.Module) -> dict[str, str]:
         """What to print before training: parameters, data, the split and its sizes."""
