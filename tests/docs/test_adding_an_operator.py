@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adding_an_operator.md").read_text()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Where a block's indented lines belong: before the first of these in the file it is for.
-ENDS_OF_LISTS = {"fusedops/registry.py": "    )\n}", "fusedops/slots.py": "    )\n}"}
+ENDS_OF_LISTS = {"fusedops/registry.py": "    )\n}", "fusedops/slots/__init__.py": "    )\n}"}
 
 
 def blocks(language: str) -> list[str]:
@@ -73,7 +73,7 @@ def test_files_are_those_named() -> None:
         "# fusedops/operators/relu_squared.py",
         "# fusedops/kernels/relu_squared.py",
         "# fusedops/registry.py",
-        "# fusedops/slots.py",
+        "# fusedops/slots/__init__.py",
         "import torch",
     ]
 

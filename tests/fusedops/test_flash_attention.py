@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedops
-from fusedops import counting, registry, slots
+from fusedops import counting, registry
 from fusedops.operators import flash_attention as definition
 from fusedops.registration import INTERPRETING
+from fusedops.slots.attention import attention_fused, attention_native
 
 OPERATOR = registry.operator("flash_attention")
 BACKWARD = registry.operator("flash_attention_backward")
@@ -431,9 +432,9 @@ def test_slot_falls_back(case: dict[str, object], reason: str, caplog: pytest.Lo
     before = counting.executed()
     with caplog.at_level(logging.WARNING, logger="fusedops"):
         torch.manual_seed(0)
-        out = slots.attention_fused(q, k, v, False, None, **case)
+        out = attention_fused(q, k, v, False, None, **case)
     torch.manual_seed(0)
-    torch.testing.assert_close(out, slots.attention_native(q, k, v, False, None, **case))
+    torch.testing.assert_close(out, attention_native(q, k, v, False, None, **case))
     assert counting.executed() - before == {("flash_attention", "stock"): 1}
     assert reason in caplog.text
 
@@ -442,7 +443,7 @@ def test_slot_runs_the_operator() -> None:
     q, k, v = qkv(5, 5, heads=4)
     before = counting.executed()
     torch.testing.assert_close(
-        slots.attention_fused(q, k, v, True, 0.2), slots.attention_native(q, k, v, True, 0.2), rtol=1e-5, atol=1e-6
+        attention_fused(q, k, v, True, 0.2), attention_native(q, k, v, True, 0.2), rtol=1e-5, atol=1e-6
     )
     assert (counting.executed() - before).keys() == {
         ("flash_attention", "triton-interpreter" if INTERPRETING else "cpu")
