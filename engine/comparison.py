@@ -85,13 +85,13 @@ class Comparison:
         """Everything, in order. Raises RunError or Interrupted; what was written until then stays."""
         with matmul_precision(self.train.tf32):
             for arm in self.arms:
-                self.operators[arm.name] = operator_table(arm, self._step_of(arm))
-                self._release()
+                self.operators[arm.name] = operator_table(arm, self.step_of(arm))
+                self.release()
                 self._stop.check()
                 self.train_arm(arm)
-                self._release()
+                self.release()
             self._console.print(f"timing: {self.train.timing_rounds} rounds of training steps, the arms in turn")
-            steps = {arm.name: self._step_of(arm) for arm in self.arms}
+            steps = {arm.name: self.step_of(arm) for arm in self.arms}
             self.seconds_per_step = timing.time_steps(steps, self.train.timing_rounds, self.device, self._stop)
 
     def build(self, arm: Arm) -> nn.Module:
@@ -125,14 +125,14 @@ class Comparison:
 
             self.trainings[arm.name] = train_arm(self.task, model, self.train, self.device, log, progress, self._stop)
 
-    def _step_of(self, arm: Arm) -> Callable[[], object]:
+    def step_of(self, arm: Arm) -> Callable[[], object]:
         """Training steps of the arm on its first batch, on a model of their own."""
         torch.manual_seed(self.train.seed)
         stepper = make_stepper(self.task, self.build(arm), self.task.phases()[0], self.train, self.device)
         batch = to_device(self.task.batch(0), self.device)
         return lambda: stepper(batch)
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Give back the memory of models that are gone, so that the next arm's peak is its own."""
         gc.collect()
         if self.device.type == "cuda":
