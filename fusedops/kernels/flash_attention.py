@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedops.kernels.attention_tiles import launch, tf32_allowed, tiles
+from fusedops.kernels.launching import ceil_div, next_power_of_2
 from fusedops.operators.flash_attention import diagonal, empty_outputs, with_unit_stride
 
 LOG2_E = 1.4426950408889634
@@ -14,7 +15,7 @@ LOG2_E = 1.4426950408889634
 
 def padded_head_dim(head_dim: int) -> int:
     """The power of two that a tile's columns are: at least 16, which a product needs."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
 
 
 def scale_and_sign(scale: float | None, head_dim: int) -> tuple[float, int]:
@@ -229,7 +230,7 @@ def flash_attention(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     launch(
         tiles("forward", q.itemsize, tf32, block_d, causal, queries <= 16, q.device.index),
-        lambda tile: triton.cdiv(queries, tile.block_m) * batch * heads,
+        lambda tile: ceil_div(queries, tile.block_m) * batch * heads,
         flash_attention_kernel,
         (q, k, v, out, lse),
         (*strides, heads, heads // k.shape[1], queries, keys, offset, factor * LOG2_E),

@@ -20,6 +20,7 @@ from fusedops.kernels.flash_attention import (
     store_tile,
     tile_offsets,
 )
+from fusedops.kernels.launching import ceil_div
 from fusedops.operators.flash_attention import diagonal, empty_gradients, with_unit_stride
 
 _ROW_BLOCK = 32
@@ -344,7 +345,7 @@ def flash_attention_backward(
     terms = torch.empty((2, *lse.shape), dtype=lse.dtype, device=lse.device)
     launching.launch(
         row_terms_kernel,
-        triton.cdiv(lse.numel(), _ROW_BLOCK),
+        ceil_div(lse.numel(), _ROW_BLOCK),
         (grad, out, lse.contiguous(), terms),
         (*grad.stride()[:3], *out.stride()[:3], heads, queries, lse.numel()),
         num_warps=4,
@@ -363,7 +364,7 @@ def flash_attention_backward(
         check = queries % max(tile.block_m for tile in choice) != 0
         launch(
             choice,
-            lambda tile: triton.cdiv(keys, tile.block_n) * batch * kv_heads,
+            lambda tile: ceil_div(keys, tile.block_n) * batch * kv_heads,
             key_value_gradient_kernel,
             (q, k, v, grad, terms, dk, dv),
             (*strides, kv_heads, *sizes),
@@ -372,7 +373,7 @@ def flash_attention_backward(
         )
     launch(
         tiles("queries", *tile_key),
-        lambda tile: triton.cdiv(queries, tile.block_m) * batch * heads,
+        lambda tile: ceil_div(queries, tile.block_m) * batch * heads,
         query_gradient_kernel,
         (q, k, v, grad, terms, dq),
         (*strides, heads, *sizes),

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedops.kernels.gelu_dropout import gelu
-from fusedops.kernels.launching import launch
+from fusedops.kernels.launching import ceil_div, launch, next_power_of_2
 
 
 class Tile(NamedTuple):
@@ -60,11 +60,11 @@ def choose_tile(rows: int, columns: int, multiprocessors: int, shared_memory: in
     Where none keeps three quarters of them busy, the tile with the most programs.
     """
     fitting = [tile for tile in TILES if tile.shared_memory <= shared_memory]
-    tallest = max(16, triton.next_power_of_2(rows))
+    tallest = max(16, next_power_of_2(rows))
     candidates = [tile for tile in fitting if tile.rows <= tallest] or fitting[-1:]
 
     def programs(tile: Tile) -> int:
-        return triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+        return ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns)
 
     return next(
         (tile for tile in candidates if programs(tile) >= 0.75 * multiprocessors), max(candidates, key=programs)
@@ -137,7 +137,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, appro
     tile = choose_tile(M, N, multiprocessors, shared_memory)
     launch(
         linear_gelu_kernel,
-        triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns),
+        ceil_div(M, tile.rows) * ceil_div(N, tile.columns),
         (x, weight, None if bias is None else bias.contiguous(), y),
         (M, N, K, *x.stride(), *weight.stride()),
         tile.warps,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedops.kernels.launching import launch
+from fusedops.kernels.launching import ceil_div, launch
 
 BLOCK = 1024
 NUM_WARPS = 4  # 8 elements a thread: 16 bytes of a half type, and one call of Philox
@@ -20,7 +20,7 @@ def launch_flat(
     """Launch over dense tensors of equal strides; the kernel's last number is how many elements the first has."""
     elements = first.numel()
     if elements:
-        programs, numbers = triton.cdiv(elements, BLOCK), (*numbers, elements)
+        programs, numbers = ceil_div(elements, BLOCK), (*numbers, elements)
         launch(kernel, programs, (first, *others), numbers, NUM_WARPS, BLOCK=BLOCK, **constants)
 
 

@@ -53,8 +53,10 @@ def check_handed_over(operator: str, **tensors: Tensor) -> None:
 
 def in_layout_of(tensor: Tensor, model: Tensor) -> Tensor:
     """`tensor` with the strides of `model`, a dense tensor of its shape: itself where they agree, otherwise a copy."""
-    same = all(a == b for n, a, b in zip(model.shape, tensor.stride(), model.stride(), strict=True) if n > 1)
-    return tensor if same else torch.empty_like(model).copy_(tensor)
+    ours, wanted = tensor.stride(), model.stride()
+    if ours == wanted or all(a == b for n, a, b in zip(model.shape, ours, wanted, strict=True) if n > 1):
+        return tensor
+    return torch.empty_like(model).copy_(tensor)
 
 
 def computing(tensor: Tensor) -> Tensor:
