@@ -153,6 +153,18 @@ class Table:
     header: tuple[str, ...]
     rows: list[tuple[str, ...]]
 
+    def print(self, console: Console) -> None:
+        """Show it on a terminal."""
+        shown = RichTable(*self.header, title=self.title, title_justify="left")
+        for row in self.rows:
+            shown.add_row(*row)
+        console.print(shown)
+
+    def markdown(self) -> str:
+        """Its lines in Markdown, without the title."""
+        lines = [self.header, tuple("---" for _ in self.header), *self.rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
 
 def tables(summary: Mapping[str, Any]) -> list[Table]:
     """The tables of a summary: arms, ratios to the baseline, operators."""
@@ -220,10 +232,7 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
 def print_tables(console: Console, summary: Mapping[str, Any]) -> None:
     """The tables on a terminal."""
     for table in tables(summary):
-        shown = RichTable(*table.header, title=table.title, title_justify="left")
-        for row in table.rows:
-            shown.add_row(*row)
-        console.print(shown)
+        table.print(console)
     for note in notes(summary):
         console.print(note)
 
@@ -238,6 +247,5 @@ def markdown(summary: Mapping[str, Any]) -> str:
         "\n".join(f"- {key}: {value}" for key, value in summary["description"].items()),
     ]
     for table in tables(summary):
-        lines = [table.header, tuple("---" for _ in table.header), *table.rows]
-        parts += [f"## {table.title}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+        parts += [f"## {table.title}", table.markdown()]
     return "\n\n".join([*parts, *notes(summary)]) + "\n"
