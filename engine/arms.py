@@ -1,27 +1,41 @@
-"""Arms: the operator sets a comparison trains, one implementation for each slot of the model."""
+"""Arms: what a comparison trains, an operator set (one implementation for each slot) and a compile mode each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.config import CompileConfig
 from engine.errors import unknown
 from fusedops.slots import SLOTS, Implementation
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One operator set: its name is the set, then the slots that depart from it ("fused,attention=native")."""
+    """An operator set and a compile mode.
+
+    Its name is the set, then the slots that depart from it, then how it is compiled: "fused,attention=native+compile".
+    """
 
     name: str
     implementations: tuple[Implementation, ...]
     """One for each slot of the model, in the model's order."""
+    compile_mode: str = "none"
+    """The mode of `CompileConfig`."""
+    backend: str = "inductor"
+    """What compiles it, where it is compiled."""
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
         """What each slot calls."""
         return {implementation.slot: implementation.function for implementation in self.implementations}
+
+
+def compiled(arm: Arm, settings: CompileConfig) -> Arm:
+    """The arm in a compile mode other than none."""
+    suffix = "compile" if settings.mode == "default" else settings.mode
+    return replace(arm, name=f"{arm.name}+{suffix}", compile_mode=settings.mode, backend=settings.backend)
 
 
 def operator_set(name: str, slots: Sequence[str], overrides: dict[str, str | None] | None = None) -> Arm:
@@ -45,13 +59,18 @@ def operator_set(name: str, slots: Sequence[str], overrides: dict[str, str | Non
     return Arm(",".join([name, *departures]), tuple(implementations))
 
 
-def arms_of(ops: Any, baseline: str, slots: Sequence[str]) -> tuple[list[Arm], str | None]:
+def arms_of(
+    ops: Any, baseline: str, slots: Sequence[str], compilation: CompileConfig | None = None
+) -> tuple[list[Arm], str | None]:
     """The arms that a configuration asks for, the baseline first, and the baseline's name (None where there is none).
 
-    ops: an OpsConfig. An operator set that is the baseline's makes one arm.
+    ops: an OpsConfig. An operator set that is the baseline's makes one arm. With a compile mode every arm is compiled;
+    where its `arms` is both, the same arms uncompiled come before them.
     """
     arm = operator_set(ops.set, slots, {slot: getattr(ops, slot) for slot in SLOTS})
-    if baseline == "none":
-        return [arm], None
-    first = operator_set(baseline, slots)
-    return ([first] if first.implementations == arm.implementations else [first, arm]), first.name
+    first = arm if baseline == "none" else operator_set(baseline, slots)
+    arms = [first] if first.implementations == arm.implementations else [first, arm]
+    if compilation is not None and compilation.mode != "none":
+        eager = arms if compilation.arms == "both" else []
+        arms = eager + [compiled(arm, compilation) for arm in arms]
+    return arms, None if baseline == "none" else arms[0].name

@@ -97,6 +97,18 @@ class TrackerConfig:
     """The W&B project."""
 
 
+@dataclass
+class CompileConfig:
+    """Whether, and how, the arms' models run under torch.compile."""
+
+    mode: str = _choice("none", "default", "max_autotune", "reduce_overhead")
+    """none is eager; the others are torch.compile's modes, of which the last two replay CUDA graphs on a GPU."""
+    arms: str = _choice("compiled", "both")
+    """compiled: every arm is, the baseline too; both: the eager arms come first, and their baseline is that of all."""
+    backend: str = _choice("inductor", "aot_eager")
+    """What compiles: aot_eager generates no code and is there for tests and for finding faults."""
+
+
 OpsConfig: Any = make_dataclass(
     "OpsConfig",
     [("set", str, MISSING), *((slot, str | None, None) for slot in SLOTS)],
@@ -112,9 +124,18 @@ class Config:
     data: Any = MISSING
     ops: Any = field(default_factory=OpsConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    profile: bool = False
+    """Whether each arm leaves a trace of some training steps and the table of its operators."""
     baseline: str = _choice("native", "none")
     """The arm the others are compared with: the stock operators, or none."""
+    equivalence: int = _number(0, 0, 1000)
+    """Pairs of fused and stock trainings of which only the final validation losses are compared; 0 is a plain run."""
+    equivalence_margin: float = _number(0.01, 0)
+    """A difference in validation loss, in nats, below which arms count as equivalent."""
+    ablate: bool = False
+    """Whether to time each slot swapped alone and left out, instead of training: which operator brings what."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +188,7 @@ def resolve(config: DictConfig, models: Mapping[str, ModelPackage]) -> Settings:
         raise ConfigError(str(error)) from error
     check_ranges(values)
     check_ranges(values.train, "train.")
+    check_ranges(values.compile, "compile.")
     check_ranges(values.tracker, "tracker.")
     resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     resolved["model"] |= values.model.architecture()
