@@ -74,6 +74,8 @@ class TrainingStep(Protocol):
 
     taken: int
     """Steps that moved the weights: the schedule's position."""
+    finished: str | None
+    """Why the phase ends before its last step, or None while it goes on."""
 
     @property
     def learning_rate(self) -> float:
@@ -90,7 +92,13 @@ class TrainingStep(Protocol):
 
 
 def make_stepper(task: Task, model: nn.Module, phase: Phase, train: TrainConfig, device: torch.device) -> TrainingStep:
-    """What takes the steps of a phase."""
+    """What takes the steps of a phase. The model's parameters get the dtype that the phase asks for."""
+    if phase.dtype is not None:
+        model.to(phase.dtype)
+    if phase.closure:
+        from engine.closure import ClosureStepper  # which is a Stepper
+
+        return ClosureStepper(task, model, phase, train, device)
     return Stepper(task, model, phase, train, device)
 
 
@@ -106,6 +114,7 @@ class Stepper:
         self.model = model.train()
         self.taken = 0
         """Steps that moved the weights: the schedule's position."""
+        self.finished: str | None = None
         self._task, self._phase, self._train, self._device = task, phase, train, device
         self._optimizers = phase.optimizers(model)
         self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]

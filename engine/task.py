@@ -7,11 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_model
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Batch = Mapping[str, Tensor]
 StreamState = dict[str, Any]
@@ -25,12 +28,16 @@ class Phase:
     optimizers  makes the optimizers of a model's parameters; their learning rates are the peaks of the schedule.
     steps       how many steps it lasts.
     schedule    the factor on the learning rates at a step counted from the phase's start (warm-up, cosine).
+    closure     whether the optimizer is L-BFGS, which evaluates the loss itself (see engine.closure).
+    dtype       what the parameters are converted to when it begins; None keeps theirs.
     """
 
     name: str
     steps: int
     optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]]
     schedule: Callable[[int], float]
+    closure: bool = False
+    dtype: torch.dtype | None = None
 
 
 class Task(ABC):
@@ -88,6 +95,17 @@ class Task(ABC):
             total += float(loss) * n
             count += n
         return {"loss": total / count}
+
+    def finished(self, metrics: Mapping[str, float]) -> str | None:
+        """Why an arm with these validation metrics needs no further training, or None where it goes on."""
+        return None
+
+    def figures(self, model: nn.Module) -> dict[str, Figure]:
+        """Pictures of what a model learnt, by name, drawn after its training."""
+        return {}
+
+    def check(self, ops: Mapping[str, Callable[..., Any]]) -> None:
+        """Raise ConfigError where these functions cannot work on the task's batches; before anything is trained."""
 
     @abstractmethod
     def phases(self) -> list[Phase]:

@@ -1,0 +1,10 @@
+"""PINN: a network trained to solve a partial differential equation, measured against the exact solution."""
+
+from models.pinn.config import PRESETS, ModelConfig, ProblemConfig
+from models.pinn.problems import names as problem_names
+from models.pinn.task import PINNTask as Task
+
+PROBLEMS = {name: ProblemConfig for name in problem_names()}
+"""The problems this model solves, by name, each with the dataclass of its configuration."""
+
+__all__ = ["PRESETS", "PROBLEMS", "ModelConfig", "ProblemConfig", "Task"]
