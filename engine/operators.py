@@ -2,6 +2,10 @@
 
 Two witnesses must agree: the count that every operator of ours keeps where it runs (`fusedops.counting`), and a profile
 of a step. A fused slot that shows neither our operator nor an announced fallback swapped nothing, which is an error.
+
+Of a compiled arm a step runs without and one with compilation. What the first shows and the second does not was left to
+the compiler, which a profile cannot show: it is fused into other code. Operators of ours that are have said so when
+they were traced; if not, that is an error too.
 """
 
 from __future__ import annotations
@@ -10,12 +14,15 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.profiler_util import FunctionEvent
 
+from engine import compilation
 from engine.arms import Arm
 from engine.errors import RunError
 from fusedops import counting
@@ -23,36 +30,61 @@ from fusedops import counting
 NAMESPACE = "fusedops::"
 
 
+@dataclass(frozen=True)
+class ModelStep:
+    """A training step of an arm that can be repeated, and the model it trains."""
+
+    model: nn.Module
+    run: Callable[[], object]
+
+    def __call__(self) -> object:
+        return self.run()
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a step ran: calls by path of each of our operators, calls of each stock one."""
+
+    ours: dict[str, dict[str, int]]
+    profiled: Counter[str]
+
+    def calls(self, operator: str) -> dict[str, int]:
+        """Calls by path."""
+        if operator.startswith(NAMESPACE):
+            return self.ours[operator]
+        return {"stock": self.profiled[operator]} if self.profiled[operator] else {}
+
+
 def operator_table(arm: Arm, step: Callable[[], object]) -> list[dict[str, Any]]:
     """A row for each operator of each slot: slot, implementation, operator, path, calls_per_step.
 
-    step: one training step of the arm, run three times. Raises RunError where the two witnesses disagree, or where a
-    slot ran none of its operators.
+    step: one training step of the arm, run three times; of a compiled arm a `ModelStep` without CUDA graphs, whose
+    replays show no operators. Raises RunError where the two witnesses disagree, or where a slot ran none of its
+    operators.
     """
-    step()  # compiles kernels, allocates optimizer state
-    before = counting.executed()
-    step()
-    counted = counting.executed() - before
-    profiled = _profile(step)
+    operators = [name for implementation in arm.implementations for name in implementation.operators]
+    if arm.compile_mode == "none":
+        seen = _observe(step, operators)
+        calls = {operator: seen.calls(operator) for operator in operators}
+    else:
+        assert isinstance(step, ModelStep)
+        with compilation.eager(step.model):
+            uncompiled = _observe(step, operators)
+        seen = _observe(step, operators)
+        calls = {name: _compiled_calls(name, uncompiled, seen, arm.backend) for name in operators}
     rows = []
     for implementation in arm.implementations:
-        found = []
-        for operator in implementation.operators:
-            if operator.startswith(NAMESPACE):
-                calls = _calls_by_path(operator, counted, profiled)
-            else:
-                calls = {"stock": profiled[operator]}
-            found += [
-                {
-                    "slot": implementation.slot,
-                    "implementation": implementation.name,
-                    "operator": operator,
-                    "path": path,
-                    "calls_per_step": n,
-                }
-                for path, n in calls.items()
-                if n
-            ]
+        found = [
+            {
+                "slot": implementation.slot,
+                "implementation": implementation.name,
+                "operator": operator,
+                "path": path,
+                "calls_per_step": n,
+            }
+            for operator in implementation.operators
+            for path, n in calls[operator].items()
+        ]
         if not found:
             raise RunError(
                 f"slot {implementation.slot}: {implementation.name} ran none of its operators "
@@ -60,6 +92,16 @@ def operator_table(arm: Arm, step: Callable[[], object]) -> list[dict[str, Any]]
             )
         rows += found
     return rows
+
+
+def _observe(step: Callable[[], object], operators: Iterable[str]) -> _Seen:
+    step()  # compiles kernels, allocates optimizer state
+    before = counting.executed()
+    step()
+    counted = counting.executed() - before
+    profiled = _profile(step)
+    ours = {name: _calls_by_path(name, counted, profiled) for name in operators if name.startswith(NAMESPACE)}
+    return _Seen(ours, profiled)
 
 
 def _calls_by_path(operator: str, counted: Counter[tuple[str, str]], profiled: Counter[str]) -> dict[str, int]:
@@ -73,22 +115,41 @@ def _calls_by_path(operator: str, counted: Counter[tuple[str, str]], profiled: C
     return calls
 
 
+def _compiled_calls(operator: str, uncompiled: _Seen, compiled: _Seen, backend: str) -> dict[str, int]:
+    """Calls by path of a compiled step; what the compiler took over, under its name and as often as in eager."""
+    calls, eager = compiled.calls(operator), uncompiled.calls(operator)
+    if calls or not eager:
+        return calls
+    if operator.startswith(NAMESPACE):
+        # A fallback is announced while it is traced, hence not in the step observed. Backward goes with forward.
+        name = operator.removeprefix(NAMESPACE)
+        handed_over = {counted for counted, path in counting.executed() if path == "inductor"}
+        if "stock" in eager:
+            return {"stock": eager["stock"]}
+        if not {name, name.removesuffix("_backward")} & handed_over:
+            raise RunError(
+                f"{operator} ran {sum(eager.values())} times in a training step and never in a compiled one, and "
+                "announced no hand-over to the compiler"
+            )
+    return {backend: sum(eager.values())}
+
+
 def _profile(step: Callable[[], object]) -> Counter[str]:
     """How often each operator was called in a step. A call inside a call of the same name is its redispatch."""
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    with _stderr_closed():
+    with stderr_closed():
         profile.start()
     try:
         step()
     finally:
-        with _stderr_closed():
+        with stderr_closed():
             profile.stop()
     events: list[FunctionEvent] = list(profile.events() or ())
     return Counter(event.name for event in events if not _within(event.name, event.cpu_parent))
 
 
 @contextlib.contextmanager
-def _stderr_closed() -> Iterator[None]:
+def stderr_closed() -> Iterator[None]:
     """Sends file descriptor 2 nowhere: the profiler's library says there that it starts and stops, at any log level."""
     sys.stderr.flush()
     kept = os.dup(2)
