@@ -41,14 +41,14 @@ def compile_model(
     if arm.backend == "inductor":  # the only one with modes
         mode = MODES[arm.compile_mode]
         options["mode"] = mode if graphs else WITHOUT_GRAPHS.get(mode, mode)
-        if graphs and mode in WITHOUT_GRAPHS and device.type == "cuda":
+        if graphs and has_graphs(arm, device):
             _graphed.add(model)
     compile(model, **options)
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside what torch.compile(module) returned, whose state_dict has the names of the plain one; or itself."""
-    return getattr(module, "_orig_mod", module)
+def has_graphs(arm: Arm, device: torch.device) -> bool:
+    """Whether an arm's training replays CUDA graphs."""
+    return arm.backend == "inductor" and device.type == "cuda" and MODES.get(arm.compile_mode) in WITHOUT_GRAPHS
 
 
 @contextlib.contextmanager
@@ -107,7 +107,7 @@ class CompileLog:
         }
 
     def start(self, event: Any) -> None:
-        """Dynamo's callback: a compilation begins, of a version of a frame ("0/2") or of a backward put off until now."""
+        """Dynamo's callback: a compilation begins, of a version of a frame ("0/2") or of a backward put off so far."""
         self._started = time.perf_counter()
         if event.callback_trigger.name != "DYNAMO":
             return
@@ -131,7 +131,7 @@ class CompileLog:
         callback_handler.register_end_callback(self.end)
 
     def drop_code(self) -> None:
-        """Forget all code that was compiled, with the graphs that hold memory; what is compiled next is no recompilation."""
+        """Drop all code compiled so far, and graphs with their memory; what is compiled next is no recompilation."""
         torch.compiler.reset()  # and with it who listens
         self._seen.clear()
         self.listen()

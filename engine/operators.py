@@ -117,21 +117,24 @@ def _calls_by_path(operator: str, counted: Counter[tuple[str, str]], profiled: C
 
 def _compiled_calls(operator: str, uncompiled: _Seen, compiled: _Seen, backend: str) -> dict[str, int]:
     """Calls by path of a compiled step; what the compiler took over, under its name and as often as in eager."""
-    calls, eager = compiled.calls(operator), uncompiled.calls(operator)
-    if calls or not eager:
+    calls, eager = dict(compiled.calls(operator)), uncompiled.calls(operator)
+    if not operator.startswith(NAMESPACE):
+        if eager and not calls:
+            calls[backend] = eager["stock"]
         return calls
-    if operator.startswith(NAMESPACE):
-        # A fallback is announced while it is traced, hence not in the step observed. Backward goes with forward.
+    if "stock" in eager:
+        calls["stock"] = eager["stock"]  # a fallback is announced when it is traced, which was before this step
+    ran = sum(n for path, n in eager.items() if path != "stock")
+    if ran and not calls.keys() - {"stock"}:
+        handed_over = {name for name, path in counting.executed() if path == "inductor"}
         name = operator.removeprefix(NAMESPACE)
-        handed_over = {counted for counted, path in counting.executed() if path == "inductor"}
-        if "stock" in eager:
-            return {"stock": eager["stock"]}
-        if not {name, name.removesuffix("_backward")} & handed_over:
+        if not {name, name.removesuffix("_backward")} & handed_over:  # backward goes with forward
             raise RunError(
-                f"{operator} ran {sum(eager.values())} times in a training step and never in a compiled one, and "
-                "announced no hand-over to the compiler"
+                f"{operator} ran {ran} times in a training step and never in a compiled one, and announced no "
+                "hand-over to the compiler"
             )
-    return {backend: sum(eager.values())}
+        calls[backend] = ran
+    return calls
 
 
 def _profile(step: Callable[[], object]) -> Counter[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,9 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from engine import figures, timing
+from engine.arms import Arm
 from engine.comparison import Comparison, device_name
+from engine.files import write_atomically
 from engine.progress import quantity
 from engine.tracking import Tracker
 from fusedops.benchmark.environment import versions
@@ -29,13 +30,6 @@ CPU_NOTE = (
     "This runs on a CPU: fused means the CPU implementations of the operators, made of stock PyTorch operations. "
     "Expect no gain in speed or memory from them here; that is what the GPU kernels are for."
 )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file whole or not at all: a run that is killed leaves no half of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def clear(directory: Path) -> None:
@@ -89,7 +83,7 @@ def conclude(
 
 def summarize(comparison: Comparison, baseline: str | None, resolved: Mapping[str, Any]) -> dict[str, Any]:
     """The content of summary.json."""
-    arms = {arm.name: _summarize_arm(comparison, arm.name) for arm in comparison.arms}
+    arms = {arm.name: _summarize_arm(comparison, arm) for arm in comparison.arms}
     return {
         "model": comparison.task.name,
         "device": device_name(comparison.device),
@@ -108,7 +102,8 @@ def summarize(comparison: Comparison, baseline: str | None, resolved: Mapping[st
     }
 
 
-def _summarize_arm(comparison: Comparison, name: str) -> dict[str, Any]:
+def _summarize_arm(comparison: Comparison, arm: Arm) -> dict[str, Any]:
+    name = arm.name
     training, seconds = comparison.trainings[name], comparison.seconds_per_step[name]
     step_ms = timing.median_interval(seconds * 1e3).value
     flops = comparison.task.flops_per_step()
@@ -121,6 +116,7 @@ def _summarize_arm(comparison: Comparison, name: str) -> dict[str, Any]:
         },
         "peak_memory_bytes": training.peak_memory_bytes,
         "operators": comparison.operators[name],
+        "compile": comparison.compilation[name].as_dict() if arm.compile_mode != "none" else None,
         "training": {
             "steps": len(training.losses),
             "skipped_steps": training.skipped_steps,
@@ -224,9 +220,18 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
         "timed in turn in random order. Its ratio is the median of the ratios within rounds; within 2 % is a tie, and "
         "what an interval that contains 1 shows is not resolved.",
     ]
+    result += [_compile_note(name, arm["compile"]) for name, arm in summary["arms"].items() if arm["compile"]]
     if summary["device"].startswith("CPU"):
         result.append(CPU_NOTE)
     return result
+
+
+def _compile_note(name: str, log: Mapping[str, Any]) -> str:
+    return (
+        f"{name}: compiling took {log['seconds']:.1f} s ({log['graphs']} graphs), which no throughput contains; "
+        f"recompiled {log['training_recompiles']} times in training, {log['evaluation_recompiles']} in evaluation. "
+        "What the compiler took over is counted as often as an uncompiled step runs it."
+    )
 
 
 def print_tables(console: Console, summary: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from engine import compilation
 from engine.config import TrainConfig
 from engine.errors import RunError
 from engine.task import Batch, Phase, Task
@@ -163,14 +164,18 @@ class Stepper:
 
     def _accumulate(self, batches: Sequence[Batch]) -> Tensor:
         """Leave the gradient of all batches in the parameters, scaled for fp16; returns their mean loss."""
-        losses = []
+        losses: list[Tensor] = []
+        graphed = compilation.is_graphed(self.model)
         for batch, weight in self._weighted(batches):
+            if graphed and len(losses) == 1:
+                compilation.own_gradients(self._parameters)
+            compilation.begin_step(self.model)
             with autocast(self._device, self._train.precision):
                 loss, _ = self._task.loss(self.model, batch)
             if weight != 1:
                 loss = loss * weight
             backward(loss if self._scaler is None else self._scaler.scale(loss))
-            losses.append(loss.detach())
+            losses.append(loss.detach().clone() if graphed else loss.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _weighted(self, batches: Sequence[Batch]) -> list[tuple[Batch, float]]:

@@ -106,6 +106,7 @@ class Task(ABC):
 
     def check(self, ops: Mapping[str, Callable[..., Any]]) -> None:
         """Raise ConfigError where these functions cannot work on the task's batches; before anything is trained."""
+        return None
 
     @abstractmethod
     def phases(self) -> list[Phase]:
@@ -117,6 +118,10 @@ class Task(ABC):
 
         Of a step that takes one batch; the engine multiplies by `train.accumulation`.
         """
+
+    def compile(self, model: nn.Module, **options: Any) -> None:
+        """Compile, in place, what `loss` calls of a model; options are torch.compile's. By default it calls forward."""
+        model.compile(**options)
 
     def save(self, model: nn.Module, directory: Path) -> None:
         """Write a trained model, which is not compiled, into a directory that exists and is empty.

@@ -18,6 +18,14 @@ def record(operator: str, path: str) -> None:
     _executed[operator, path] += 1
 
 
+def record_hand_over(operator: str) -> None:
+    """Count, while a compiler traces it, a call of `operator` that is left to the compiler as stock operations.
+
+    Under the path `inductor`, once a call that is traced and however often the compiled code runs.
+    """
+    record(operator, "inductor")
+
+
 def executed() -> Counter[tuple[str, str]]:
     """The executions so far in this process: (operator, path) -> count. A copy: subtract two to count an interval."""
     return Counter(_executed)
@@ -31,9 +39,10 @@ def announce_fallback(slot: str, operator: str, reason: str) -> None:
         _log.warning("%s falls back to stock PyTorch: %s", slot, reason)
 
 
-# Dynamo calls it once, while tracing. This is all that torch.compiler.assume_constant_result does, which would import
+# Dynamo calls them once, while tracing. This is all that torch.compiler.assume_constant_result does, which would import
 # Dynamo, Inductor and Triton here and now.
 announce_fallback._dynamo_marked_constant = True  # type: ignore[attr-defined]
+record_hand_over._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def announced_fallbacks() -> list[tuple[str, str]]:

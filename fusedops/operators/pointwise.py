@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fusedops import counting
 from fusedops.registration import FLOATING, Cost, Sample
 
 
@@ -40,7 +41,7 @@ def check_number(operator: str, name: str, value: object) -> None:
 
 
 def check_handed_over(operator: str, **tensors: Tensor) -> None:
-    """What `check_floating` raises, for stock operations that stand in for an operator: they broadcast and promote.
+    """Count a hand-over to the compiler, after the checks of `check_floating`: stock operations broadcast and promote.
 
     Under autocast dtypes may differ, as for the operator.
     """
@@ -49,6 +50,7 @@ def check_handed_over(operator: str, **tensors: Tensor) -> None:
         dtype = functools.reduce(torch.promote_types, [t.dtype for t in tensors.values()])
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     check_floating(operator, **tensors)
+    counting.record_hand_over(operator)
 
 
 def in_layout_of(tensor: Tensor, model: Tensor) -> Tensor:
