@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
+import itertools
+import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +20,17 @@ from torch import Tensor, nn
 
 from engine import timing
 from engine.arms import Arm
+from engine.checkpoint import ArmCheckpoints, unwrapped
+from engine.compilation import CompileLog, compile_model, compiling, has_graphs
 from engine.config import TrainConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RunError
 from engine.loop import Training, matmul_precision, train_arm
-from engine.operators import operator_table
+from engine.metrics import MetricsFile, rewind
+from engine.operators import ModelStep, operator_table
 from engine.progress import TrainingProgress
 from engine.signals import StopSignal
 from engine.step import make_stepper, to_device
-from engine.task import Task
+from engine.task import Batch, Task
 from engine.tracking import Tracker
 
 
@@ -56,6 +62,10 @@ class Comparison:
     """Trains and times arms of one task.
 
     For each stretch of steps and each evaluation, metrics.jsonl in the run directory gets a line, the tracker an entry.
+
+    configuration: what a checkpoint depends on, plain values. Given, each arm keeps its newest checkpoint and its
+        trained model in a directory of the run directory, named as the arm is.
+    resume: go on from the checkpoints there.
     """
 
     def __init__(
@@ -68,72 +78,150 @@ class Comparison:
         tracker: Tracker,
         console: Console,
         stop: StopSignal,
+        configuration: Mapping[str, Any] | None = None,
+        resume: bool = False,
     ) -> None:
         self.trainings: dict[str, Training] = {}
         """What each arm's training gave, in the order of the arms."""
         self.operators: dict[str, list[dict[str, Any]]] = {}
         """Each arm's table of operators."""
+        self.compilation: dict[str, CompileLog] = {}
+        """What compiling each arm took."""
         self.seconds_per_step: dict[str, NDArray[np.float64]] = {}
         """The timing pass: seconds a step of each arm, one figure a round."""
         self.task, self.arms, self.train, self.device = task, arms, train, device
         self._directory, self._tracker, self._console, self._stop = directory, tracker, console, stop
+        self._configuration, self._resume = configuration, resume
         self._weights: dict[str, Tensor] | None = None
         self.description = task.describe(self.build(arms[0]))
         """What the task says about itself."""
 
     def run(self) -> None:
-        """Everything, in order. Raises RunError or Interrupted; what was written until then stays."""
+        """Everything, in order. Raises RunError or Interrupted; what was written until then stays.
+
+        Raises ConfigError, before anything runs, naming a checkpoint that is damaged or of another run.
+        """
+        if self._resume:
+            for arm in self.arms:
+                if (checkpoints := self._checkpoints(arm)) is not None:
+                    checkpoints.check()
         with matmul_precision(self.train.tf32):
             for arm in self.arms:
-                self.operators[arm.name] = operator_table(arm, self.step_of(arm))
-                self.release()
-                self._stop.check()
-                self.train_arm(arm)
+                with compiling([arm]) as self.compilation[arm.name]:
+                    self.operators[arm.name] = self.operators_of(arm)
+                    if has_graphs(arm, self.device):
+                        self.compilation[arm.name].drop_code()  # it was compiled without them
+                    self.release()
+                    self._stop.check()
+                    self.train_arm(arm)
                 self.release()
             self._console.print(f"timing: {self.train.timing_rounds} rounds of training steps, the arms in turn")
             steps = {arm.name: self.step_of(arm) for arm in self.arms}
-            self.seconds_per_step = timing.time_steps(steps, self.train.timing_rounds, self.device, self._stop)
+            with compiling(self.arms):
+                self.seconds_per_step = timing.time_steps(steps, self.train.timing_rounds, self.device, self._stop)
 
-    def build(self, arm: Arm) -> nn.Module:
-        """The arm's model on the device, with the weights that every arm starts from."""
+    def build(self, arm: Arm, graphs: bool = True) -> nn.Module:
+        """The arm's model on the device, with the weights that every arm starts from, to be compiled as the arm says.
+
+        graphs: False leaves out CUDA graphs.
+        """
         torch.manual_seed(self.train.seed)
         model = self.task.build(arm.functions)
         if self._weights is None:
             self._weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         model.load_state_dict(self._weights)
-        return model.to(self.device)
+        model.to(self.device)
+        compile_model(self.task.compile, model, arm, self.device, graphs)
+        return model
+
+    @cached_property
+    def first_step(self) -> list[Batch]:
+        """The batches of the first step, on the CPU."""
+        return [batch for batch, _ in itertools.islice(self.task.batches(0), self.train.accumulation)]
 
     @property
     def units_per_step(self) -> int:
         """How many units of work the steps of the timing pass are."""
-        return self.task.units(self.task.batch(0))
+        return sum(self.task.units(batch) for batch in self.first_step)
+
+    @property
+    def flops_per_step(self) -> int | None:
+        """Model FLOPs of a training step, or None where unknown."""
+        flops = self.task.flops_per_step()
+        return None if flops is None else flops * self.train.accumulation
 
     def train_arm(self, arm: Arm) -> None:
-        """Train and evaluate one arm."""
+        """Train and evaluate one arm, from its checkpoint on if it has one and the run is resumed."""
+        checkpoints, resumed = self._checkpoints(arm), None
+        metrics_path = self._directory / "metrics.jsonl"
+        if self._resume and checkpoints is not None:
+            resumed = checkpoints.load()
+            rewind(metrics_path, arm.name, resumed["lines"] if resumed else 0)
         model = self.build(arm)
         self._tracker.start(arm.name)
         steps = sum(phase.steps for phase in self.task.phases())
+        done = len(resumed["training"]["losses"]) if resumed else 0
         with (
-            open(self._directory / "metrics.jsonl", "a", encoding="utf-8") as file,
-            TrainingProgress(self._console, arm.name, steps, self.task.unit) as progress,
+            MetricsFile(metrics_path, arm.name) as metrics,
+            TrainingProgress(self._console, arm.name, steps, self.task.unit, done) as progress,
         ):
 
             def log(step: int, values: Mapping[str, float]) -> None:
-                file.write(json.dumps({"arm": arm.name, "step": step, **values}) + "\n")
-                file.flush()
+                metrics.write(step, values)
                 self._tracker.log(arm.name, step, values)
 
-            self.trainings[arm.name] = train_arm(self.task, model, self.train, self.device, log, progress, self._stop)
+            def save(step: int, state: Mapping[str, Any]) -> None:
+                if checkpoints is not None:
+                    metrics.flush_to_disk()  # the lines that the state counts
+                    checkpoints.save(step, state)
 
-    def step_of(self, arm: Arm) -> Callable[[], object]:
-        """Training steps of the arm on its first batch, on a model of their own."""
+            try:
+                training = train_arm(
+                    self.task, model, self.train, self.device, log, progress, self._stop, save, resumed
+                )
+            except RunError as error:
+                if checkpoints is None or checkpoints.newest is None:
+                    raise
+                raise RunError(f"{error}\nthe last checkpoint before that is kept: {checkpoints.newest}") from error
+        self.trainings[arm.name] = training
+        if checkpoints is not None and not (resumed and resumed["finished"] and checkpoints.model.is_dir()):
+            self._save_model(model, checkpoints.model)
+
+    def operators_of(self, arm: Arm) -> list[dict[str, Any]]:
+        """The arm's table of operators."""
+        return operator_table(arm, self.step_of(arm, graphs=False))
+
+    def step_of(self, arm: Arm, graphs: bool = True) -> ModelStep:
+        """Training steps of the arm on its first batch, on a model of their own; graphs as for `build`."""
         torch.manual_seed(self.train.seed)
-        stepper = make_stepper(self.task, self.build(arm), self.task.phases()[0], self.train, self.device)
-        batch = to_device(self.task.batch(0), self.device)
-        return lambda: stepper(batch)
+        model = self.build(arm, graphs)
+        stepper = make_stepper(self.task, model, self.task.phases()[0], self.train, self.device)
+        batches = [to_device(batch, self.device) for batch in self.first_step]
+        return ModelStep(model, lambda: stepper(*batches))
 
     def release(self) -> None:
         """Give back the memory of models that are gone, so that the next arm's peak is its own."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _checkpoints(self, arm: Arm) -> ArmCheckpoints | None:
+        """Where the arm's are kept; None where they are not."""
+        if self._configuration is None:
+            return None
+        identity = {
+            "model": self.task.name,
+            "arm": arm.name,
+            "device": self.device.type,
+            "configuration": self._configuration,
+        }
+        return ArmCheckpoints(self._directory / arm.name, identity)
+
+    def _save_model(self, model: nn.Module, directory: Path) -> None:
+        temporary = directory.with_name(f".{directory.name}.tmp")
+        for path in (temporary, directory):
+            if path.exists():
+                shutil.rmtree(path)
+        temporary.mkdir(parents=True)
+        self.task.save(unwrapped(model), temporary)
+        os.replace(temporary, directory)

@@ -22,7 +22,10 @@ from fusedops.slots import SLOTS
 
 
 class ModelPackage(Protocol):
-    """What a package of models/ exports."""
+    """What a package of models/ exports; one whose data is a problem to solve exports PROBLEMS, and no DATA.
+
+    PROBLEMS are the problems by name, as DATA are the sources of data: each a dataclass of keys, its name among them.
+    """
 
     @property
     def Task(self) -> Callable[..., Any]:
@@ -56,7 +59,9 @@ class TrainConfig:
     steps: int = _number(500, 1)
     """Training steps of each arm."""
     batch_size: int = _number(16, 1)
-    """Sequences, samples or points a step."""
+    """Sequences, samples or points a batch."""
+    accumulation: int = _number(1, 1)
+    """Batches a step: their gradients add up, each weighted by what it counts, to that of one batch made of them."""
     eval_batch_size: int = _number(64, 1)
     """The same in a batch of the validation set."""
     learning_rate: float = _number(1e-3, 0)
@@ -81,6 +86,15 @@ class TrainConfig:
     """Steps between evaluations over the whole validation set; 0 is at the end only."""
     log_every: int = _number(20, 1)
     """Steps between lines of metrics.jsonl; losses stay on the device in between."""
+    checkpoint_every: int = _number(0, 0)
+    """Steps between checkpoints; 0 is at the end only. A signal that stops the run has one written in any case."""
+    early_stop: int = _number(0, 0)
+    """Evaluations in a row without a lower validation loss that end an arm's training; 0 lets it go on.
+
+    Above 0 (and with eval_every above 0) an arm's metrics and its saved model are those of its best evaluation.
+    """
+    early_stop_delta: float = _number(0.0, 0)
+    """By how much a validation loss must be below the best before it to count as lower."""
     timing_rounds: int = _number(9, 9, 1000)
     """Rounds of the interleaved timing pass, in each of which every arm is timed once."""
 
@@ -122,6 +136,7 @@ class Config:
 
     model: Any = MISSING
     data: Any = MISSING
+    problem: Any = MISSING
     ops: Any = field(default_factory=OpsConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
@@ -130,6 +145,8 @@ class Config:
     """Whether each arm leaves a trace of some training steps and the table of its operators."""
     baseline: str = _choice("native", "none")
     """The arm the others are compared with: the stock operators, or none."""
+    resume: str | None = None
+    """A run directory: the run that was stopped there goes on, with its own configuration."""
     equivalence: int = _number(0, 0, 1000)
     """Pairs of fused and stock trainings of which only the final validation losses are compared; 0 is a plain run."""
     equivalence_margin: float = _number(0.01, 0)
@@ -156,8 +173,30 @@ def register(models: Mapping[str, ModelPackage]) -> None:
         store.store(group="schema/model", name=name, node=package.ModelConfig)
         for source, keys in package.DATA.items():
             store.store(group="schema/data", name=source, node=keys)
+        for problem, keys in getattr(package, "PROBLEMS", {}).items():
+            store.store(group="problem", name=problem, node=keys(problem))
     if not OmegaConf.has_resolver("stamp"):
         OmegaConf.register_new_resolver("stamp", _stamp, use_cache=True)
+
+
+def source_of(package: ModelPackage) -> tuple[str, Mapping[str, type]]:
+    """The group that says what a model learns from, data or problem, and its options."""
+    problems = getattr(package, "PROBLEMS", None)
+    return ("data", package.DATA) if problems is None else ("problem", problems)
+
+
+def _check_source(config: DictConfig, package: ModelPackage) -> None:
+    """Raise ConfigError unless the model's own group is chosen, and the other is not; that one becomes null."""
+    group, options = source_of(package)
+    other, name = "problem" if group == "data" else "data", config.model.name
+    if OmegaConf.is_missing(config, group) or config[group] is None:
+        raise ConfigError(f"{group}: none is chosen, and model={name} needs one\nthere are: {', '.join(options)}")
+    if not OmegaConf.is_missing(config, other) and config[other] is not None:
+        raise ConfigError(f"{other}={config[other].name}: model={name} has no {other}, it has a {group}")
+    config[other] = None
+    chosen = config[group].name
+    if chosen not in options:
+        raise unknown(f"{group}={chosen}", f"{group} for model={name}", chosen, options)
 
 
 def _stamp() -> str:
@@ -170,18 +209,16 @@ def resolve(config: DictConfig, models: Mapping[str, ModelPackage]) -> Settings:
 
     Raises ConfigError naming the key, what it was, and what exists or is allowed.
     """
-    for group in ("model", "data"):
-        if OmegaConf.is_missing(config, group):
-            raise ConfigError(f"{group}: none is chosen, and a run needs one")
+    if OmegaConf.is_missing(config, "model"):
+        raise ConfigError("model: none is chosen, and a run needs one")
     check_keys(config)
-    name, preset, source = config.model.name, config.model.preset, config.data.name
+    name, preset = config.model.name, config.model.preset
     if name not in models:
         raise unknown(f"model.name={name}", "model", name, models)
     package = models[name]
     if preset not in package.PRESETS:
         raise unknown(f"model.preset={preset}", "preset of this model", preset, package.PRESETS)
-    if source not in package.DATA:
-        raise unknown(f"data={source}", f"data for model={name}", source, package.DATA)
+    _check_source(config, package)
     try:
         values: Config = OmegaConf.to_object(config)  # type: ignore[assignment]
     except ValueError as error:
@@ -190,6 +227,10 @@ def resolve(config: DictConfig, models: Mapping[str, ModelPackage]) -> Settings:
     check_ranges(values.train, "train.")
     check_ranges(values.compile, "compile.")
     check_ranges(values.tracker, "tracker.")
+    if values.train.early_stop and not values.train.eval_every:
+        raise ConfigError(
+            f"train.early_stop={values.train.early_stop}: counts evaluations; needs train.eval_every of at least 1"
+        )
     resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     resolved["model"] |= values.model.architecture()
     return Settings(package, values, resolved)

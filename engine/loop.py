@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from engine import compilation
+from engine.checkpoint import load_weights, unwrapped
 from engine.config import TrainConfig
-from engine.errors import RunError
+from engine.errors import Interrupted, RunError
 from engine.progress import TrainingProgress
 from engine.signals import StopSignal
 from engine.step import StepResult, TrainingStep, autocast, make_stepper, to_device
-from engine.task import Batch, Task
+from engine.task import Batch, StreamState, Task
 
 WARMUP_STEPS = 3
-"""First steps of an arm that its training throughput leaves out: allocations, kernel compilation."""
+"""First steps of a training, or of its resumption, that its throughput leaves out: allocations, kernel compilation."""
 
 Log = Callable[[int, dict[str, float]], None]
 """Takes a step and the values measured at it, by names such as "train/loss"."""
+Save = Callable[[int, dict[str, Any]], None]
+"""Takes a step and the state after it, from which training goes on; keeps it."""
 
 
 @dataclass
@@ -43,6 +49,15 @@ class Training:
     """Steps that fp16 skipped since their gradients were not finite."""
     peak_memory_bytes: int | None = None
     """The most GPU memory allocated at once in training steps; None on the CPU."""
+    stopped_early: str | None = None
+    """Why training ended before its last step; None where it did not."""
+    best: int | None = None
+    """With early stop: which entry of `validation` is the best, whose weights are the trained model's."""
+
+    @property
+    def reported(self) -> tuple[int, dict[str, float]]:
+        """The step whose weights are the trained model's, and their validation metrics: the last, or the best."""
+        return self.validation[-1 if self.best is None else self.best]
 
     @property
     def throughput(self) -> float | None:
@@ -68,24 +83,48 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def training_batches(task: Task, steps: int, device: torch.device) -> Generator[tuple[Batch, int], None, None]:
-    """The batches of steps 0 to steps - 1 on the device, each with its units; for a GPU, prepared a step ahead."""
+class StepBatches(NamedTuple):
+    """What one step takes: its batches on the device, their units, and where their stream stands after them."""
+
+    batches: list[Batch]
+    units: int
+    stream: StreamState | None
+
+
+def training_batches(
+    task: Task, accumulation: int, steps: range, device: torch.device, stream: StreamState | None = None
+) -> Generator[StepBatches, None, None]:
+    """What each of these steps, counted from 0, takes; for a GPU, prepared a step ahead.
+
+    stream: where the stream stood before them. Raises RunError naming the step for which there are too few batches.
+    """
+    source = task.batches(steps.start * accumulation, stream)
+
+    def prepare(step: int) -> StepBatches:
+        taken = list(itertools.islice(source, accumulation))
+        if len(taken) < accumulation:
+            raise RunError(f"step {step + 1}: the training data ended")
+        batches = [batch for batch, _ in taken]
+        units = sum(task.units(batch) for batch in batches)
+        if device.type == "cuda":
+            batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
+        return StepBatches(batches, units, taken[-1][1])
+
+    def on_device(prepared: StepBatches) -> StepBatches:
+        return prepared._replace(batches=[to_device(batch, device) for batch in prepared.batches])
+
     if device.type != "cuda":
-        for step in range(steps):
-            batch = task.batch(step)
-            yield to_device(batch, device), task.units(batch)
+        for step in steps:
+            yield on_device(prepare(step))
         return
-
-    def prepare(step: int) -> Batch:
-        return {name: tensor.pin_memory() for name, tensor in task.batch(step).items()}
-
     with ThreadPoolExecutor(1) as worker:
-        ahead = worker.submit(prepare, 0)
-        for step in range(steps):
-            batch = ahead.result()
-            if step + 1 < steps:
+        ahead = worker.submit(prepare, steps.start) if steps else None
+        for step in steps:
+            assert ahead is not None
+            prepared = ahead.result()
+            if step + 1 < steps.stop:
                 ahead = worker.submit(prepare, step + 1)
-            yield to_device(batch, device), task.units(batch)
+            yield on_device(prepared)
 
 
 def evaluate(
@@ -96,6 +135,7 @@ def evaluate(
     def batches() -> Iterator[Batch]:
         for batch in task.validation():
             stop.check()
+            compilation.begin_step(model)
             yield to_device(batch, device)
 
     model.eval()
@@ -108,6 +148,15 @@ def evaluate(
     return metrics
 
 
+def best_evaluation(losses: Sequence[float], delta: float) -> int:
+    """The index of the last loss that was lower by more than delta than the best before it."""
+    best = 0
+    for index, loss in enumerate(losses):
+        if loss < losses[best] - delta:
+            best = index
+    return best
+
+
 def train_arm(
     task: Task,
     model: nn.Module,
@@ -116,17 +165,23 @@ def train_arm(
     log: Log,
     progress: TrainingProgress,
     stop: StopSignal,
+    save: Save | None = None,
+    resumed: Mapping[str, Any] | None = None,
 ) -> Training:
     """Train a model that is on the device through the task's phases, and evaluate it.
 
-    Steps are counted from 1 in logs and messages. Raises RunError naming step and term when a loss or a gradient's norm
-    is not finite, Interrupted after the step during which a signal came.
+    Steps are counted from 1 in logs and messages. Afterwards the model has the weights that `Training.reported` is of.
+
+    save: takes the state after every `train.checkpoint_every` steps, after the last, and where a signal stops the run.
+    resumed: such a state, from which to go on: a state after the last step trains nothing.
+    Raises RunError naming step and term when a loss or a gradient's norm is not finite, Interrupted after the step
+    during which a signal came.
     """
-    return _ArmTraining(task, model, train, device, log, progress, stop).run()
+    return _ArmTraining(task, model, train, device, log, progress, stop, save).run(resumed)
 
 
 class _ArmTraining:
-    """The state of `train_arm`: the step, the clock, and the steps since the last log, still on the device."""
+    """The state of `train_arm`: the step, the clock, and the steps whose results are still on the device."""
 
     def __init__(
         self,
@@ -137,73 +192,221 @@ class _ArmTraining:
         log: Log,
         progress: TrainingProgress,
         stop: StopSignal,
+        save: Save | None,
     ) -> None:
         self._task, self._model, self._train, self._device = task, model, train, device
-        self._log, self._progress, self._stop = log, progress, stop
+        self._log, self._progress, self._stop, self._save = log, progress, stop, save
         self._result, self._clock = Training(), _Clock(device)
-        self._window: list[StepResult] = []
-        self._step = 0
+        self._phases = task.phases()
+        self._steps = sum(phase.steps for phase in self._phases)
+        self._step = self._first = 0
+        self._phase = 0
+        self._stepper: TrainingStep | None = None
+        self._stream: StreamState | None = None
+        self._on_device: list[StepResult] = []
+        self._logged = self._lines = 0  # steps that a line of the log covers; lines
+        self._best_weights: dict[str, Tensor] | None = None
+        self._saved: tuple[int, int, bool] | None = None
 
-    def run(self) -> Training:
+    def run(self, resumed: Mapping[str, Any] | None) -> Training:
         torch.manual_seed(self._train.seed)  # dropout's
-        phases = self._task.phases()
-        steps = sum(phase.steps for phase in phases)
-        with contextlib.closing(training_batches(self._task, steps, self._device)) as batches:
-            self._clock.restart()
-            for phase in phases:
-                stepper = make_stepper(self._task, self._model, phase, self._train, self._device)
-                for batch, units in itertools.islice(batches, phase.steps):
-                    self._take(stepper, batch, units, last=self._step + 1 == steps)
-        self._validate()
-        self._result.peak_memory_bytes = self._clock.peak_memory
+        if resumed is not None:
+            self._restore(resumed)
+        if resumed is None or not resumed["finished"]:
+            try:
+                self._take_steps(resumed)
+                self._finish()
+            except Interrupted:
+                self._checkpoint()
+                raise
+        if self._best_weights is not None:
+            load_weights(self._model, self._best_weights, "the best evaluation")
         return self._result
 
-    def _take(self, stepper: TrainingStep, batch: Batch, units: int, last: bool) -> None:
-        self._window.append(stepper(batch))
+    def _take_steps(self, resumed: Mapping[str, Any] | None) -> None:
+        steps = range(self._step, self._steps)
+        ends = list(itertools.accumulate(phase.steps for phase in self._phases))
+        batches = training_batches(self._task, self._train.accumulation, steps, self._device, self._stream)
+        with contextlib.closing(batches):
+            for index in range(self._phase, len(self._phases)):
+                self._phase, phase = index, self._phases[index]
+                self._stepper = make_stepper(self._task, self._model, phase, self._train, self._device)
+                if resumed is not None and resumed["phase"] == index:
+                    self._stepper.load_state_dict(resumed["stepper"])
+                    _set_generators(resumed["generators"], self._device)
+                    if self._between_steps():  # an evaluation that a signal broke off
+                        return
+                self._clock.restart()
+                for taken in itertools.islice(batches, ends[index] - self._step):
+                    self._take(self._stepper, taken)
+                    if self._between_steps():
+                        return
+
+    def _take(self, stepper: TrainingStep, taken: StepBatches) -> None:
+        self._on_device.append(stepper(*taken.batches))
         self._step += 1
-        if self._step == WARMUP_STEPS:
+        self._stream = taken.stream
+        if self._step - self._first == WARMUP_STEPS:
             self._clock.restart()
-        elif self._step > WARMUP_STEPS:
-            self._clock.units += units
-        if last or self._step % self._train.log_every == 0 or self._stop.received is not None:
-            self._close_window(stepper.learning_rate)
+        elif self._step - self._first > WARMUP_STEPS:
+            self._clock.units += taken.units
+        if self._step % self._train.log_every == 0:
+            self._log_stretch()
         self._progress.step(self._step)
         self._stop.check()
-        if self._train.eval_every and self._step % self._train.eval_every == 0 and not last:
-            self._validate()
 
-    def _close_window(self, learning_rate: float) -> None:
-        """Bring losses and norms to the host, which waits for the device; check and log them."""
-        window, self._window = self._window, []
-        losses = _to_host([result.loss for result in window])
-        norms = _to_host([result.gradient_norm for result in window])
+    def _between_steps(self) -> bool:
+        """Evaluate and keep the state where either is due. Returns whether training is over."""
+        if self._step == self._steps:
+            return True
+        if _due(self._step, self._train.eval_every) and not self._validated:
+            self._validate()
+            if self._result.stopped_early is not None:
+                return True
+        if _due(self._step, self._train.checkpoint_every):
+            self._checkpoint()
+        return False
+
+    def _finish(self) -> None:
+        if self._logged < self._step:
+            self._log_stretch()
+        if not self._validated:
+            self._validate()
+        self._note_peak_memory()
+        self._checkpoint(finished=True)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What steps gave
+
+    def _collect(self) -> None:
+        """Bring losses and norms to the host, which waits for the device, and check them."""
+        if not self._on_device:
+            return
+        results, self._on_device = self._on_device, []
+        losses = _to_host([result.loss for result in results])
+        norms = _to_host([result.gradient_norm for result in results])
         self._clock.lap()
-        for step, loss, norm, result in zip(itertools.count(len(self._result.losses) + 1), losses, norms, window):
+        for step, loss, norm, result in zip(itertools.count(len(self._result.losses) + 1), losses, norms, results):
             if not math.isfinite(loss):
                 raise RunError(f"step {step}: the training loss is {loss}")
             if not math.isfinite(norm) and not result.skipped:
                 raise RunError(f"step {step}: the norm of the gradient is {norm}")
         self._result.losses += losses
-        self._result.skipped_steps += sum(result.skipped for result in window)
+        self._result.skipped_steps += sum(result.skipped for result in results)
+        self._norm = norms[-1]
 
-        values = {"train/loss": sum(losses) / len(losses), "train/learning_rate": learning_rate}
-        if math.isfinite(norms[-1]):
-            values["train/gradient_norm"] = norms[-1]
+    def _log_stretch(self) -> None:
+        """Log the steps since the last line."""
+        self._collect()
+        stretch = self._result.losses[self._logged :]
+        self._logged = self._step
+        assert self._stepper is not None
+        values = {"train/loss": sum(stretch) / len(stretch), "train/learning_rate": self._stepper.learning_rate}
+        if math.isfinite(self._norm):
+            values["train/gradient_norm"] = self._norm
         throughput = self._clock.units / self._clock.seconds if self._clock.units else None
         if throughput is not None:
             values[f"perf/{self._task.unit}_per_s"] = throughput
             self._result.seconds += self._clock.seconds
             self._result.units += self._clock.units
-        self._log(self._step, values)
+        self._write(values)
         self._progress.measured(values["train/loss"], throughput)
         self._clock.restart()
 
+    @property
+    def _validated(self) -> bool:
+        return bool(self._result.validation) and self._result.validation[-1][0] == self._step
+
     def _validate(self) -> None:
+        """Evaluate; with early stop, keep the best weights and see whether it is time."""
         self._clock.pause()
         metrics = evaluate(self._task, self._model, self._train, self._device, self._stop)
         self._result.validation.append((self._step, metrics))
-        self._log(self._step, {f"val/{name}": value for name, value in metrics.items()})
+        self._write({f"val/{name}": value for name, value in metrics.items()})
+        if self._train.early_stop:
+            self._judge()
         self._clock.resume()
+
+    def _judge(self) -> None:
+        patience, delta = self._train.early_stop, self._train.early_stop_delta
+        steps, losses = zip(*((step, metrics["loss"]) for step, metrics in self._result.validation), strict=True)
+        self._result.best = best = best_evaluation(losses, delta)
+        since = len(losses) - 1 - best
+        if since == 0:
+            self._best_weights = {
+                name: tensor.to("cpu", copy=True) for name, tensor in unwrapped(self._model).state_dict().items()
+            }
+        if since >= patience and self._step < self._steps:
+            margin = f" by more than {delta:g}" if delta else ""
+            self._result.stopped_early = (
+                f"stopped at step {self._step} of {self._steps}: in {since} evaluations the validation loss did not "
+                f"fall{margin} below the {losses[best]:.4f} of step {steps[best]}"
+            )
+
+    def _write(self, values: dict[str, float]) -> None:
+        self._log(self._step, values)
+        self._lines += 1
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The state between two steps
+
+    def _checkpoint(self, finished: bool = False) -> None:
+        """Have the state kept, unless nothing has changed since it last was."""
+        self._collect()
+        position = (self._step, len(self._result.validation), finished)
+        if self._save is None or position == self._saved:
+            return
+        assert self._stepper is not None
+        self._clock.pause()
+        self._note_peak_memory()
+        training = dataclasses.asdict(self._result)
+        state = {
+            "finished": finished,
+            "model": unwrapped(self._model).state_dict(),
+            "best_weights": self._best_weights,
+            "phase": self._phase,
+            "stepper": self._stepper.state_dict(),
+            "generators": _generators(self._device),
+            "stream": self._stream,
+            "training": training | {"losses": torch.tensor(training["losses"], dtype=torch.float64)},
+            "logged": self._logged,
+            "lines": self._lines,
+        }
+        self._save(self._step, state)
+        self._saved = position
+        self._clock.resume()
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """All of such a state but the stepper and the generators, which are the last to be set."""
+        load_weights(self._model, state["model"], "the checkpoint")
+        training = state["training"]
+        self._result = Training(**training | {"losses": training["losses"].tolist()})
+        self._step = self._first = len(self._result.losses)
+        self._phase, self._stream, self._best_weights = state["phase"], state["stream"], state["best_weights"]
+        self._logged, self._lines = state["logged"], state["lines"]
+        self._saved = (self._step, len(self._result.validation), state["finished"])
+
+    def _note_peak_memory(self) -> None:
+        if self._clock.peak_memory is not None:
+            self._result.peak_memory_bytes = max(self._clock.peak_memory, self._result.peak_memory_bytes or 0)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step > 0 and step % every == 0
+
+
+def _generators(device: torch.device) -> dict[str, Tensor]:
+    """The states of the random number generators that training draws from: PyTorch's own."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def _to_host(scalars: list[Tensor]) -> list[float]:

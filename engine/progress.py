@@ -27,10 +27,10 @@ def quantity(value: float) -> str:
 
 
 class TrainingProgress:
-    """The progress of one arm's training: step, loss, throughput, time left."""
+    """The progress of one arm's training, of which `done` steps are done: step, loss, throughput, time left."""
 
-    def __init__(self, console: Console, arm: str, steps: int, unit: str) -> None:
-        self._console, self._arm, self._steps, self._unit = console, arm, steps, unit
+    def __init__(self, console: Console, arm: str, steps: int, unit: str, done: int = 0) -> None:
+        self._console, self._arm, self._steps, self._unit, self._done = console, arm, steps, unit, done
         self._status = ""
         self._started = self._shown = time.perf_counter()
         self._bar: Progress | None = None
@@ -43,7 +43,7 @@ class TrainingProgress:
                 TimeRemainingColumn(),
             )
             self._bar = Progress(*columns, console=console)
-            self._row = self._bar.add_task(arm, total=steps, status="")
+            self._row = self._bar.add_task(arm, total=steps, completed=done, status="")
 
     def __enter__(self) -> TrainingProgress:
         if self._bar is not None:
@@ -65,7 +65,7 @@ class TrainingProgress:
                 self._bar.update(self._row, completed=step, status=self._status)
         elif last or now - self._shown >= PLAIN_SECONDS:
             self._shown = now
-            left = (now - self._started) / step * (self._steps - step)
+            left = (now - self._started) / (step - self._done) * (self._steps - step)
             self._console.print(f"{self._arm}: step {step}/{self._steps}  {self._status}  {left:.0f} s left")
 
     def measured(self, loss: float, throughput: float | None) -> None:
