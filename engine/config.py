@@ -41,7 +41,10 @@ class ModelPackage(Protocol):
 
     @property
     def DATA(self) -> Mapping[str, type]:
-        """The sources of data it can be trained on, each a dataclass of keys, its name among them."""
+        """The sources of data it can be trained on, by name, each a dataclass of keys.
+
+        The key `source` has the name; where there is none, `name` does.
+        """
 
 
 def _number(default: float, low: float, high: float = math.inf) -> Any:
@@ -194,7 +197,8 @@ def _check_source(config: DictConfig, package: ModelPackage) -> None:
     if not OmegaConf.is_missing(config, other) and config[other] is not None:
         raise ConfigError(f"{other}={config[other].name}: model={name} has no {other}, it has a {group}")
     config[other] = None
-    chosen = config[group].name
+    keys = config[group]
+    chosen = keys.source if "source" in keys else keys.name
     if chosen not in options:
         raise unknown(f"{group}={chosen}", f"{group} for model={name}", chosen, options)
 
@@ -241,13 +245,15 @@ def check_groups(overrides: Iterable[str], configs: Path) -> None:
 
     configs: the folder of the groups, each a folder of options.
     """
-    groups = {path.name for path in configs.iterdir() if path.is_dir()}
+    stored = ConfigStore.instance().repo
+    groups = {path.name for path in configs.iterdir() if path.is_dir()} | {"problem"}
     for override in overrides:
         group = override.partition("=")[0].lstrip("+")
         if group in groups and "=" in override:
             value = OverridesParser.create().parse_override(override).value()
             if value is None or isinstance(value, int | float | dict):
-                options = sorted(path.stem for path in (configs / group).glob("*.yaml"))
+                files = (configs / group).glob("*.yaml")
+                options = sorted({path.stem for path in files} | {Path(n).stem for n in stored.get(group, {})})
                 raise unknown(override, f"option of {group}", override.partition("=")[2], options)
 
 
@@ -255,8 +261,8 @@ def check_keys(config: DictConfig, prefix: str = "") -> None:
     """Raise ConfigError for a key that the schema lacks: Hydra lets +key=value add any."""
     schema: Any = OmegaConf.get_type(config)
     known = [f.name for f in dataclasses.fields(schema)]
-    for key, value in config.items():
-        name = f"{prefix}{key!s}"
+    for key in config:
+        name, value = f"{prefix}{key!s}", None if OmegaConf.is_missing(config, key) else config[key]
         if key not in known:
             raise unknown(f"{name}={value}", f"key of {prefix[:-1]}" if prefix else "key", str(key), known)
         if isinstance(value, DictConfig):

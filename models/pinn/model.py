@@ -1,9 +1,10 @@
-"""The network: a multilayer perceptron given the function that takes its Laplacian, so that arms differ in nothing else."""
+"""The network: a multilayer perceptron given the function that takes its Laplacian; arms differ in nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +59,7 @@ class PINN(nn.Module):
         self.spatial = problem.spatial
         self.transform: Transform | None = HardBoundary(problem) if hard else None
         sizes = [problem.dimensions, *([width] * depth), 1]
-        self.layers = nn.ModuleList(nn.Linear(m, n) for m, n in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(m, n) for m, n in pairwise(sizes))
         for layer in self.layers:
             nn.init.xavier_normal_(layer.weight)
             nn.init.zeros_(layer.bias)

@@ -1,4 +1,4 @@
-"""What a problem is: a partial differential equation on a box, with the exact solution that errors are measured against.
+"""What a problem is: a partial differential equation on a box, with the exact solution that errors are measured by.
 
 A problem is one file of models/pinn/problems/ with one subclass of `Problem`, known by the file's name.
 """

@@ -30,7 +30,7 @@ def load(name: str) -> Problem:
     """
     try:
         module = importlib.import_module(f"{__name__}.{name}")
-    except Exception as error:  # noqa: BLE001 - a problem's file may raise anything
+    except Exception as error:  # a problem's file may raise anything
         raise ValueError(f"problem={name}: {_file(name)}: {type(error).__name__}: {error}") from error
     found = [
         value
@@ -42,7 +42,7 @@ def load(name: str) -> Problem:
     try:
         problem = found[0]()
         reason = _box_error(problem) or _solution_error(problem) or _boundary_error(problem)
-    except Exception as error:  # noqa: BLE001 - as above
+    except Exception as error:
         raise ValueError(f"problem={name}: {_file(name)}: {type(error).__name__}: {error}") from error
     if reason is not None:
         raise ValueError(f"problem={name}: {_file(name)}: {reason}")

@@ -13,7 +13,7 @@ WAVE_NUMBER = 2 * pi
 
 
 class Helmholtz(Problem):
-    """lap u + k^2 u = f, k = 2 pi: one wave length across the cube; 3 pi^2 < k^2 < 6 pi^2, so that it is not resonant."""
+    """lap u + k^2 u = f, k = 2 pi: one wave length across the cube; not resonant, since 3 pi^2 < k^2 < 6 pi^2."""
 
     equation = "lap u + 4 pi^2 u = -2 pi^2 sin(2 pi x) sin(pi y) sin(pi z), u = 0 on the boundary"
     source = "Wang, Teng, Perdikaris 2021 (doi:10.1137/20M1318043), in three dimensions"
