@@ -93,8 +93,11 @@ class Comparison:
         self._directory, self._tracker, self._console, self._stop = directory, tracker, console, stop
         self._configuration, self._resume = configuration, resume
         self._weights: dict[str, Tensor] | None = None
-        self.description = task.describe(self.build(arms[0]))
+
+    @cached_property
+    def description(self) -> dict[str, str]:
         """What the task says about itself."""
+        return self.task.describe(self.build(self.arms[0]))
 
     def run(self) -> None:
         """Everything, in order. Raises RunError or Interrupted; what was written until then stays.
