@@ -10,6 +10,7 @@ from typing import Any
 MLPS = ("gelu", "gelu_tanh", "swiglu")
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rotary")
+FORMATS = ("text", "jsonl", "parquet")
 
 _GPT: dict[str, Any] = {
     "mlp": "gelu",
@@ -117,7 +118,10 @@ class ModelConfig:
     d_ff: int | None = None
     """Width of the MLP's hidden layer."""
     vocab_size: int | None = None
-    """Rows of the embedding and of the output layer; byte tokens use the first 256."""
+    """Rows of the embedding and of the output layer, at least as many as the tokenizer has tokens (bytes: 256).
+
+    Null is the preset's number, or where that is too small, the tokenizer's rounded up to a multiple of 64.
+    """
     context: int | None = None
     """The longest sequence, in tokens; training uses sequences of this length."""
     mlp: str | None = None
@@ -161,5 +165,81 @@ class StdlibConfig:
 
     def __post_init__(self) -> None:
         check_choice("data.name", self.name, ("stdlib",))
-        if not 0.0 < self.validation_fraction <= 0.5:
-            raise ValueError(f"data.validation_fraction={self.validation_fraction}: must be above 0 and at most 0.5")
+        check_fraction(self.validation_fraction)
+
+
+@dataclass
+class TextConfig:
+    """What text of files and text of the Hub have in common."""
+
+    field: str = "text"
+    """The field that has the text, in JSON Lines, Parquet and data sets of the Hub."""
+    tokenizer: str = "bytes"
+    """bytes, or a Hugging Face tokenizer: a directory, a tokenizer.json, or its name on the Hub."""
+    validation_fraction: float = 0.05
+    """Share, in (0, 0.5], held out for validation as whole documents; unused where validation text is given apart."""
+    streaming: bool = False
+    """Whether text is read while it is trained on; otherwise all of it is held in memory as tokens."""
+    shuffle_buffer: int = 1000
+    """Streaming: documents that are shuffled with one another; fewer where their text exceeds 64 MiB."""
+    validation_bytes: int = 2**20
+    """Streaming: validation takes documents from the start of the text until they have this many bytes."""
+
+    def __post_init__(self) -> None:
+        check_fraction(self.validation_fraction)
+        for key in ("shuffle_buffer", "validation_bytes"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"data.{key}={getattr(self, key)}: must be at least 1")
+        for key in ("field", "tokenizer"):
+            if not getattr(self, key):
+                raise ValueError(f"data.{key}: must not be empty")
+
+
+@dataclass
+class FilesConfig(TextConfig):
+    """Text of files: plain text, where a file is a document, or JSON Lines and Parquet, where a row is one."""
+
+    name: str = "files"
+    """The data's name; fixed."""
+    path: Any = None
+    """A file, a folder, a glob, or a list of these."""
+    validation_path: Any = None
+    """The same for validation; null holds out a share of the documents of `path`."""
+    format: str | None = None
+    """text, jsonl or parquet, of every file; null goes by the extension."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("data.name", self.name, ("files",))
+        if not self.path:
+            raise ValueError("data.path: none is given; data=files needs a file, a folder, a glob or a list of these")
+        if self.format is not None:
+            check_choice("data.format", self.format, FORMATS)
+
+
+@dataclass
+class HubConfig(TextConfig):
+    """Text of the Hugging Face Hub, as `datasets.load_dataset` loads it."""
+
+    source: str = "hub"
+    """Where the data is from; fixed."""
+    name: str | None = None
+    """The data set: a name on the Hub, or a directory."""
+    config: str | None = None
+    """The data set's configuration, where it has several."""
+    split: str = "train"
+    """The split to train on; datasets' slices ("train[:10%]") work where nothing is streamed."""
+    validation_split: str | None = None
+    """The split to validate on; null holds out a share of the documents of `split`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("data.source", self.source, ("hub",))
+        if not self.name:
+            raise ValueError("data.name: none is given; data=hub needs the name of a data set")
+
+
+def check_fraction(fraction: float) -> None:
+    """Raise ValueError unless this share of the text can be held out."""
+    if not 0.0 < fraction <= 0.5:
+        raise ValueError(f"data.validation_fraction={fraction}: must be above 0 and at most 0.5")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.transformer.data import SEPARATOR, VOCABULARY, Bytes
+from models.transformer.data.tokens import SEPARATOR, VOCABULARY, Bytes
 
 Integers = NDArray[np.integer[Any]]
 

@@ -1,29 +1,35 @@
-"""The transformer as the engine trains it: next-byte prediction on the standard library's source."""
+"""The transformer as the engine trains it: next-token prediction on text."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from engine.task import Batch, Phase, Task
+from engine.errors import RunError
+from engine.task import Batch, Phase, StreamState, Task
 from models.transformer import data as text
-from models.transformer.config import ModelConfig, StdlibConfig, slots_of
+from models.transformer.config import FilesConfig, HubConfig, ModelConfig, StdlibConfig, slots_of
 from models.transformer.count_model import witten_bell
+from models.transformer.data.tokens import BYTES
 
 if TYPE_CHECKING:
     from models.transformer.model import TransformerConfig
 
 BETAS = (0.9, 0.95)
 REFERENCE_ORDER = 3
+VOCABULARY_MULTIPLE = 64
+"""Vocabularies are padded to a multiple: products of odd sizes are slow on a GPU."""
 
 
 class TransformerTask(Task):
-    """A language model on byte tokens.
+    """A language model on byte tokens, or on those of a tokenizer.
 
     model            its architecture.
     data             its text.
@@ -34,8 +40,8 @@ class TransformerTask(Task):
     weight_decay     decoupled, on matrices, embeddings among them; biases and norms have none.
     seed             of the training batches.
 
-    Raises ValueError, naming the key, for a vocabulary too small for bytes or a number out of range; what `data.load`
-    raises where the text cannot be read.
+    Raises ValueError, naming the key, for a vocabulary too small for the tokenizer or a number out of range; what
+    `data.load` raises where the text cannot be read.
     """
 
     name = "transformer"
@@ -44,7 +50,7 @@ class TransformerTask(Task):
     def __init__(
         self,
         model: ModelConfig,
-        data: StdlibConfig,
+        data: StdlibConfig | FilesConfig | HubConfig,
         *,
         steps: int,
         batch_size: int,
@@ -56,9 +62,6 @@ class TransformerTask(Task):
         seed: int,
     ) -> None:
         self.architecture = model.architecture()
-        vocab_size = self.architecture["vocab_size"]
-        if vocab_size < text.VOCABULARY:
-            raise ValueError(f"model.vocab_size={vocab_size}: must be at least {text.VOCABULARY} for byte tokens")
         for key, value in (("steps", steps), ("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
             if value < 1:
                 raise ValueError(f"train.{key}={value}: must be at least 1")
@@ -72,11 +75,25 @@ class TransformerTask(Task):
         self.warmup_steps = warmup_steps
         self.min_lr_ratio = min_lr_ratio
         self.seed = seed
-        self.corpus = text.load(text.stdlib_root(), data.validation_fraction)
-        if self.context >= len(self.corpus.train):
+        self.text = text.load(data, seed)
+        self._fit_vocabulary(model)
+        if isinstance(self.text, text.Corpus) and self.context >= len(self.text.train):
             raise ValueError(
-                f"model.context={self.context}: the training text has {len(self.corpus.train):,} bytes; must be fewer"
+                f"model.context={self.context}: the training text, {self.text.origin}, has {len(self.text.train):,} "
+                "tokens; must be fewer"
             )
+
+    def _fit_vocabulary(self, model: ModelConfig) -> None:
+        """Give the model a row for each token, unless the configuration says how many it has."""
+        tokenizer = self.text.tokenizer
+        if self.architecture["vocab_size"] >= tokenizer.vocabulary:
+            return
+        if model.vocab_size is not None:
+            raise ValueError(
+                f"model.vocab_size={model.vocab_size}: must be at least {tokenizer.vocabulary}, the tokens of "
+                f"data.tokenizer={tokenizer.name}; null chooses a size that fits"
+            )
+        self.architecture["vocab_size"] = math.ceil(tokenizer.vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
     def config(self) -> TransformerConfig:
         """The configuration of the model."""
@@ -90,7 +107,23 @@ class TransformerTask(Task):
         return Transformer(self.config(), TransformerOps(**ops))
 
     def batch(self, step: int, rank: int = 0) -> Batch:
-        return text.random_windows(self.corpus.train, self.context, self.batch_size, self.seed, step, rank)
+        if isinstance(self.text, text.Corpus):
+            return text.random_windows(self.text.train, self.context, self.batch_size, self.seed, step, rank)
+        with contextlib.closing(self.batches(0)) as batches:
+            return next(islice(batches, step, None))[0]
+
+    def batches(
+        self, start: int, state: StreamState | None = None
+    ) -> Generator[tuple[Batch, StreamState | None], None, None]:
+        if isinstance(self.text, text.Corpus):
+            yield from super().batches(start, state)
+            return
+        skipped = start if state is None else 0
+        try:
+            with contextlib.closing(self.text.batches(self.context, self.batch_size, state)) as batches:
+                yield from islice(batches, skipped, None)
+        except (ValueError, OSError) as error:
+            raise RunError(str(error)) from error
 
     def units(self, batch: Batch) -> int:
         return batch["targets"].numel()
@@ -100,7 +133,23 @@ class TransformerTask(Task):
         return output.loss, batch["targets"].numel()
 
     def validation(self) -> Iterable[Batch]:
-        return text.consecutive_windows(self.corpus.validation, self.context, self.eval_batch_size)
+        return text.consecutive_windows(self.text.validation, self.context, self.eval_batch_size)
+
+    def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
+        """loss, in nats a token; and unless tokens are bytes nats_per_byte, which does not depend on the tokenizer.
+
+        A separator counts as a byte, so that for byte tokens the two are one.
+        """
+        metrics = super().evaluate(model, batches)
+        if not self.on_bytes:
+            targets = len(self.text.validation) - 1
+            metrics["nats_per_byte"] = metrics["loss"] * targets / self.text.validation_bytes
+        return metrics
+
+    @property
+    def on_bytes(self) -> bool:
+        """Whether tokens are bytes."""
+        return self.text.tokenizer.name == BYTES
 
     def phases(self) -> list[Phase]:
         return [Phase("adamw", self.steps, self._optimizers, self._schedule)]
@@ -137,22 +186,30 @@ class TransformerTask(Task):
     def describe(self, model: nn.Module) -> dict[str, str]:
         count = sum(p.numel() for p in model.parameters())
         a = self.architecture
+        passes = ""
+        if isinstance(self.text, text.Corpus):
+            seen = self.steps * self.batch_size * self.context / len(self.text.train)
+            passes = f", {seen:.2f} passes over the text"
         return {
             "model": (
                 f"{count:,} parameters: {a['n_layer']} layers, width {a['d_model']}, {a['n_head']} heads "
                 f"({a['n_kv_head']} of keys and values), {a['mlp']} MLP of {a['d_ff']}, {a['norm']}, "
                 f"{a['positions']} positions"
             ),
-            "data": self.corpus.describe(),
-            "training": (
-                f"{self.steps:,} steps of {self.batch_size} x {self.context} tokens, "
-                f"{self.steps * self.batch_size * self.context / len(self.corpus.train):.2f} passes over the text"
+            "tokenizer": (
+                f"{self.text.tokenizer.name}: {self.text.tokenizer.vocabulary:,} tokens; "
+                f"the model has rows for {a['vocab_size']:,}"
             ),
+            "data": self.text.describe(),
+            "training": f"{self.steps:,} steps of {self.batch_size} x {self.context} tokens{passes}",
         }
 
     def references(self) -> dict[str, float]:
+        if not self.on_bytes or not isinstance(self.text, text.Corpus):
+            return {}  # the count model is one of bytes, and wants the training text whole
         return {f"order-{REFERENCE_ORDER} Witten-Bell": self._count_model_loss}
 
     @cached_property
     def _count_model_loss(self) -> float:
-        return witten_bell(self.corpus.train, self.corpus.validation, REFERENCE_ORDER)
+        assert isinstance(self.text, text.Corpus)
+        return witten_bell(self.text.train, self.text.validation, REFERENCE_ORDER)

@@ -1,0 +1,155 @@
+"""Text in memory: the tokens of the training part in one array, those of the validation part in another."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.transformer.data.tokens import Document, Tokenizer, Tokens
+
+GATHERED = 1000
+"""Documents that are encoded at once."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and validation text. Each array begins and ends with the separator, and has it between documents.
+
+    origin            where the text comes from.
+    validation_bytes  the validation text's bytes of UTF-8, each separator counted as one: what its targets stand for.
+    """
+
+    tokenizer: Tokenizer
+    train: Tokens
+    validation: Tokens
+    train_documents: int
+    validation_documents: int
+    validation_bytes: int
+    origin: str
+    held_out: str = "other documents"
+    """What the validation part is made of."""
+
+    def describe(self) -> str:
+        """Where the text comes from, and how much of it is in each part."""
+        unit = "bytes" if self.tokenizer.vocabulary == 256 else "tokens"
+        total = len(self.train) + len(self.validation)
+        return (
+            f"{self.origin}: {len(self.train):,} {unit} of {counted(self.train_documents)} to train, "
+            f"{len(self.validation):,} {unit} ({len(self.validation) / total:.1%}) of {self.held_out} to validate"
+        )
+
+
+def counted(documents: int) -> str:
+    """ "1 document", "2,000 documents"."""
+    return f"{documents:,} document{'' if documents == 1 else 's'}"
+
+
+@dataclass
+class Encoded:
+    """Documents as tokens; of each, the length of its text in bytes, and a digest of the text."""
+
+    tokens: list[Tokens]
+    sizes: list[int]
+    digests: list[int]
+
+
+def digest(text: str) -> int:
+    """64 bits of a text's BLAKE2b: which documents are held out depends on what they say, not on where they stand."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def encode_all(documents: Iterable[Document], tokenizer: Tokenizer) -> Encoded:
+    """Every document that has any text, encoded, in order."""
+    result = Encoded([], [], [])
+    for group in _groups(documents):
+        result.tokens += tokenizer.encode(group)
+        result.sizes += [len(document.text.encode()) for document in group]
+        result.digests += [digest(document.text) for document in group]
+    return result
+
+
+def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    group: list[Document] = []
+    for document in documents:
+        if document.text:
+            group.append(document)
+        if len(group) == GATHERED:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def join(texts: Sequence[Tokens], tokenizer: Tokenizer) -> Tokens:
+    """The texts with a separator before, between and after them."""
+    separator = np.array([tokenizer.separator], dtype=tokenizer.dtype)
+    parts = [separator]
+    for text in texts:
+        parts += [text, separator]
+    return np.concatenate(parts)
+
+
+def whole_corpus(
+    train: Encoded, validation: Encoded, tokenizer: Tokenizer, origin: str, validation_origin: str
+) -> Corpus:
+    """A corpus whose validation text is a source of its own."""
+    return Corpus(
+        tokenizer,
+        join(train.tokens, tokenizer),
+        join(validation.tokens, tokenizer),
+        len(train.tokens),
+        len(validation.tokens),
+        sum(validation.sizes) + len(validation.tokens),
+        origin,
+        f"{counted(len(validation.tokens))} of {validation_origin}",
+    )
+
+
+def split_corpus(encoded: Encoded, fraction: float, tokenizer: Tokenizer, origin: str) -> Corpus:
+    """A corpus that holds a fraction of the bytes out: whole documents in the order of their digests.
+
+    Each is taken unless it would bring the bytes held out past the fraction. Where no document is short enough, as of a
+    single one, the end of the last is held out instead.
+    """
+    budget = fraction * sum(encoded.sizes)
+    held_out: set[int] = set()
+    for i in sorted(range(len(encoded.tokens)), key=encoded.digests.__getitem__):
+        if encoded.sizes[i] <= budget:
+            held_out.add(i)
+            budget -= encoded.sizes[i]
+    if not held_out:
+        return _cut_corpus(encoded, fraction, tokenizer, origin)
+    train = [tokens for i, tokens in enumerate(encoded.tokens) if i not in held_out]
+    validation = [encoded.tokens[i] for i in sorted(held_out)]
+    return Corpus(
+        tokenizer,
+        join(train, tokenizer),
+        join(validation, tokenizer),
+        len(train),
+        len(validation),
+        sum(encoded.sizes[i] for i in held_out) + len(held_out),
+        origin,
+        f"{counted(len(held_out))} held out",
+    )
+
+
+def _cut_corpus(encoded: Encoded, fraction: float, tokenizer: Tokenizer, origin: str) -> Corpus:
+    """A corpus whose validation text is the end of the last document."""
+    *before, last = encoded.tokens
+    cut = len(last) - round(fraction * sum(len(tokens) for tokens in encoded.tokens))
+    cut = max(cut, len(last) // 2)
+    end = last[cut:]
+    return Corpus(
+        tokenizer,
+        join([*before, last[:cut]], tokenizer),
+        join([end], tokenizer),
+        len(encoded.tokens),
+        1,
+        # Exactly the bytes where tokens are bytes; elsewhere a cut may fall into a character, whose bytes do not count.
+        len(end) + 1 if tokenizer.vocabulary == 256 else len(tokenizer.decode(end.tolist()).encode()) + 1,
+        origin,
+        f"the end of {'the' if not before else 'the last'} document, as no whole one is short enough",
+    )

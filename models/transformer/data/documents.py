@@ -1,0 +1,247 @@
+"""Where documents come from: files of text, rows of JSON Lines and Parquet, data sets of the Hugging Face Hub.
+
+Each file or data set is a part. A reader goes through parts in an order and can say where it stands, such that another
+one goes on from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from models.transformer.data.tokens import Document, first_line
+
+TEXT, JSON_LINES, PARQUET = "text", "jsonl", "parquet"
+EXTENSIONS: dict[str, tuple[str, ...]] = {
+    TEXT: (".txt", ".text", ".md", ".rst", ".py", ".tex"),
+    JSON_LINES: (".jsonl", ".ndjson", ".json"),
+    PARQUET: (".parquet",),
+}
+"""The kinds of file, and the extensions by which they are told."""
+
+State = dict[str, Any]
+
+
+class Part(Protocol):
+    """Documents that are read one after the other."""
+
+    def read(self, state: State | None) -> Generator[Document, None, None]:
+        """The documents, or those after a state."""
+
+    def state(self) -> State:
+        """Where the latest `read` stands."""
+
+
+@dataclass
+class TextFile:
+    """A file of UTF-8 text, which is one document and is read whole."""
+
+    path: Path
+    _done: bool = False
+
+    def read(self, state: State | None) -> Generator[Document, None, None]:
+        """Raises OSError for a file that cannot be read and ValueError for one that is not UTF-8, naming it."""
+        self._done = state is not None and state["done"]
+        if not self._done:
+            content = self.path.read_bytes()
+            try:
+                text = content.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{self.path}: not UTF-8 text: byte {content[error.start]:#04x} at {error.start:,}"
+                ) from error
+            self._done = True
+            yield Document(str(self.path), text)
+
+    def state(self) -> State:
+        return {"done": self._done}
+
+
+class Rows:
+    """The rows of a data set of `datasets`, each a document in one field.
+
+    name     what messages call it.
+    field    the column that has the text.
+    load     opens it from its beginning.
+    explain  says better than `datasets` what is wrong, where it can.
+    """
+
+    def __init__(
+        self, name: str, field: str, load: Callable[[], Any], explain: Callable[[], str | None] = lambda: None
+    ) -> None:
+        self._name, self._field, self._load, self._explain = name, field, load, explain
+        self._dataset: Any = None
+        self._row = 0
+
+    def read(self, state: State | None) -> Generator[Document, None, None]:
+        """Raises ValueError, naming file and row, for a row without text in the field, and for what cannot be read."""
+        self._dataset, self._row = self._load(), 0
+        if state is not None:
+            self._row = state["row"]
+            self._dataset.load_state_dict(state["dataset"])
+        with contextlib.closing(self._rows()) as rows:
+            for row in rows:
+                self._row += 1
+                yield Document(f"{self._name}, row {self._row}", self._text(row))
+
+    def _rows(self) -> Generator[dict[str, Any], None, None]:
+        from datasets.exceptions import DatasetGenerationError
+
+        rows = iter(self._dataset)
+        try:
+            yield from rows
+        except (ValueError, OSError, DatasetGenerationError) as error:
+            raise ValueError(self._explain() or f"{self._name}: cannot be read: {first_line(error)}") from error
+        finally:
+            if isinstance(rows, Generator):
+                rows.close()  # or threads of pyarrow that still read ahead would end the interpreter badly
+
+    def _text(self, row: dict[str, Any]) -> str:
+        text = row.get(self._field)
+        if isinstance(text, str):
+            return text
+        place = f"{self._name}, row {self._row}"
+        if self._field not in row:
+            raise ValueError(f"{place}: there is no field {self._field!r} (data.field); there are {', '.join(row)}")
+        found = "missing" if text is None else f"of type {type(text).__name__}"
+        raise ValueError(f"{place}: the field {self._field!r} (data.field) is {found}; it must be text")
+
+    def state(self) -> State:
+        return {"row": self._row, "dataset": self._dataset.state_dict()}
+
+
+class Reader:
+    """Goes through parts, from the beginning or from the state of another reader of the same parts."""
+
+    def __init__(self, parts: Sequence[Part], state: State | None = None) -> None:
+        self._parts, self._index, self._inner = parts, 0, None
+        if state is not None:
+            self._index, self._inner = state["part"], state["inner"]
+        self._started = False
+
+    def __iter__(self) -> Generator[Document, None, None]:
+        while self._index < len(self._parts):
+            part = self._parts[self._index]
+            with contextlib.closing(part.read(self._inner)) as documents:
+                self._started = False
+                for document in documents:
+                    self._started = True
+                    yield document
+            self._index, self._inner, self._started = self._index + 1, None, False
+
+    def state(self) -> State:
+        """Where it stands: after the document that was given last."""
+        return {"part": self._index, "inner": self._parts[self._index].state() if self._started else self._inner}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def find_files(paths: object, kind: str | None, key: str) -> list[tuple[Path, str]]:
+    """The files of `data.path`, each with its kind, in the order of their paths.
+
+    paths  a file, a folder (all files below it whose extension is known), a glob, or a list of these.
+    kind   the kind of every file, whatever its extension; None goes by the extension.
+    key    the configuration key, for messages.
+    Raises FileNotFoundError where there is nothing, ValueError for an extension that is not known, naming it.
+    """
+    found: dict[Path, str] = {}
+    for path in [paths] if isinstance(paths, str) else list(paths) if isinstance(paths, Iterable) else [paths]:
+        if not isinstance(path, str) or not path:
+            raise ValueError(f"{key}={path}: must be a path, or a list of paths")
+        for file in _expand(path, kind, key):
+            found[file] = kind or _kind_of(file, key)
+    return sorted(found.items())
+
+
+def _expand(path: str, kind: str | None, key: str) -> list[Path]:
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    if place.is_dir():
+        known = [extension for extensions in EXTENSIONS.values() for extension in extensions]
+        files = [
+            file
+            for file in place.rglob("*")
+            if file.is_file()
+            and not any(name.startswith(".") for name in file.relative_to(place).parts)
+            and (kind is not None or file.suffix.lower() in known)
+        ]
+        if not files:
+            raise FileNotFoundError(f"{key}={path}: the folder has no file ending in {', '.join(known)}")
+        return files
+    files = [Path(name) for name in glob.glob(str(place), recursive=True) if Path(name).is_file()]
+    if not files:
+        raise FileNotFoundError(f"{key}={path}: there is no such file or folder, and as a pattern it matches no file")
+    return files
+
+
+def _kind_of(file: Path, key: str) -> str:
+    for kind, extensions in EXTENSIONS.items():
+        if file.suffix.lower() in extensions:
+            return kind
+    kinds = "; ".join(f"{kind}: {' '.join(extensions)}" for kind, extensions in EXTENSIONS.items())
+    extension = f"the extension {file.suffix!r} is not known" if file.suffix else "it has no extension"
+    raise ValueError(f"{key}: {file}: {extension}\nknown are {kinds}; data.format says what every file is")
+
+
+def file_parts(files: Sequence[tuple[Path, str]], field: str) -> list[Part]:
+    """A part a file. Raises ValueError naming a file that is empty."""
+    parts: list[Part] = []
+    for file, kind in files:
+        if file.stat().st_size == 0:
+            raise ValueError(f"{file}: the file is empty")
+        if kind == TEXT:
+            parts.append(TextFile(file))
+        else:
+            parts.append(_rows_of(file, kind, field))
+    return parts
+
+
+def _rows_of(file: Path, kind: str, field: str) -> Rows:
+    def load() -> Any:
+        import datasets
+
+        # What it would log is in the error that it raises.
+        logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
+        # A streamed file is read where it lies; the folder gets nothing but locks.
+        with tempfile.TemporaryDirectory(prefix="fusedops-data-") as folder:
+            return datasets.load_dataset(
+                "json" if kind == JSON_LINES else "parquet",
+                data_files=glob.escape(str(file.resolve())),
+                split="train",
+                streaming=True,
+                cache_dir=folder,
+            )
+
+    return Rows(str(file), field, load, (lambda: malformed_line(file)) if kind == JSON_LINES else lambda: None)
+
+
+def malformed_line(file: Path) -> str | None:
+    """Which line of a JSON Lines file is no JSON object and why, or None where all are."""
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                return f"{file}, line {number}: not UTF-8 text: byte {line[error.start]:#04x} at {error.start}"
+            except json.JSONDecodeError as error:
+                return f"{file}, line {number}: not JSON: {error.msg} (column {error.colno})"
+            if not isinstance(row, dict):
+                return f"{file}, line {number}: must be a JSON object, and is {type(row).__name__}"
+    return None
+
+
+def documents(parts: Sequence[Part]) -> Iterator[Document]:
+    """All documents of the parts, once."""
+    return iter(Reader(parts))
