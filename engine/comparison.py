@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor, nn
 
-from engine import timing
+from engine import figures, timing
 from engine.arms import Arm
 from engine.checkpoint import ArmCheckpoints, unwrapped
 from engine.compilation import CompileLog, compile_model, compiling, has_graphs
@@ -93,6 +93,8 @@ class Comparison:
         self._directory, self._tracker, self._console, self._stop = directory, tracker, console, stop
         self._configuration, self._resume = configuration, resume
         self._weights: dict[str, Tensor] | None = None
+        for arm in arms:
+            task.check(arm.functions, train)
 
     @cached_property
     def description(self) -> dict[str, str]:
@@ -187,6 +189,10 @@ class Comparison:
                     raise
                 raise RunError(f"{error}\nthe last checkpoint before that is kept: {checkpoints.newest}") from error
         self.trainings[arm.name] = training
+        for name, figure in self.task.figures(unwrapped(model)).items():
+            path = self._directory / f"{name}-{arm.name}.png"
+            figures.save(figure, path)
+            self._tracker.image(arm.name, name, path)
         if checkpoints is not None and not (resumed and resumed["finished"] and checkpoints.model.is_dir()):
             self._save_model(model, checkpoints.model)
 

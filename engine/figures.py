@@ -1,4 +1,4 @@
-"""loss.png and throughput.png."""
+"""loss.png, throughput.png, equivalence.png, attribution.png, and a picture a metric with targets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def _new_figure() -> Figure:
     return figure
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png")
     os.replace(temporary, path)
@@ -61,7 +62,7 @@ def loss(path: Path, trainings: Mapping[str, Training], summary: Mapping[str, An
     axes.set_title(f"{summary['model']} on {summary['device']}")
     axes.grid(alpha=0.3)
     axes.legend()
-    _save(figure, path)
+    save(figure, path)
 
 
 def throughput(path: Path, summary: Mapping[str, Any]) -> None:
@@ -82,4 +83,74 @@ def throughput(path: Path, summary: Mapping[str, Any]) -> None:
     axes.set_title(f"{summary['model']} on {summary['device']}")
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
-    _save(figure, path)
+    save(figure, path)
+
+
+def equivalence(path: Path, summary: Mapping[str, Any]) -> None:
+    """Each pair's difference in final validation loss as a point, means with their intervals, and the margin's band."""
+    figure = _new_figure()
+    axes = figure.add_subplot()
+    rows = {f"{arm} - {summary['stock']}": comparison for arm, comparison in summary["comparisons"].items()}
+    rows[f"{summary['stock']}' - {summary['stock']}"] = summary["noise"]
+    margin = summary["margin"]
+    axes.axvspan(-margin, margin, color="C2", alpha=0.12, label=f"within {margin:g} nats")
+    axes.axvline(0, color="gray", linewidth=1)
+    for i, row in enumerate(rows.values()):
+        values = list(row["differences"].values())
+        axes.plot(values, [i - 0.15] * len(values), "o", color=f"C{i}", alpha=0.5, markersize=5)
+        if row["half_width"] is not None:
+            axes.errorbar(row["mean"], i + 0.15, xerr=row["half_width"], fmt="D", color=f"C{i}", capsize=5)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel("difference in final validation loss, nats (pairs; mean and its 95 % interval)")
+    axes.set_title(f"{summary['model']} on {summary['device']}")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend()
+    save(figure, path)
+
+
+def attribution(path: Path, summary: Mapping[str, Any]) -> None:
+    """What each slot saves, as a share of the stock step, with its interval; the residual, and the sum of all."""
+    figure = _new_figure()
+    axes = figure.add_subplot()
+    names = [*(f"{slot}={chosen}" for slot, chosen in summary["slots"].items()), "residual", "sum = all swapped"]
+    height = 0.8 / len(summary["measures"])
+    for i, (clock, found) in enumerate(summary["measures"].items()):
+        parts = [part["share_of_step"] for part in (*found["slots"].values(), found["residual"], found["total"])]
+        values = [100 * part["value"] for part in parts]
+        errors = [
+            [100 * (part["value"] - part["low"]) for part in parts],
+            [100 * (part["high"] - part["value"]) for part in parts],
+        ]
+        places = [row + (i - (len(summary["measures"]) - 1) / 2) * height for row in range(len(names))]
+        label = f"{clock}: {found['step_ms']['value']:.2f} to {found['swapped_step_ms']['value']:.2f} ms a step"
+        axes.barh(places, values, height=height * 0.9, xerr=errors, capsize=4, color=f"C{i}", label=label)
+    axes.axvline(0, color="gray", linewidth=1)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("time saved, % of the stock step (95 % interval)")
+    axes.set_title(f"{summary['model']} on {summary['device']}")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend()
+    save(figure, path)
+
+
+def metric(path: Path, trainings: Mapping[str, Training], name: str, summary: Mapping[str, Any]) -> None:
+    """A validation metric of each arm over steps and over seconds of training, and the values that are looked for."""
+    figure = _new_figure()
+    panels = figure.subplots(1, 2, sharey=True)
+    for i, (arm, training) in enumerate(trainings.items()):
+        values = [metrics[name] for _, metrics in training.validation]
+        steps = [step for step, _ in training.validation]
+        for axes, places in zip(panels, (steps, training.elapsed), strict=True):
+            axes.plot(places, values, "-" if i == 0 else "--", marker="os^Dv"[i % 5], markersize=4, label=arm)
+    for axes, label in zip(panels, ("step", "seconds of training"), strict=True):
+        for target in summary["targets"][name]:
+            axes.axhline(target, color="gray", linestyle=":")
+        axes.set_yscale("log")
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel(f"{name.replace('_', ' ')} on the validation set")
+    panels[0].legend()
+    figure.suptitle(f"{summary['model']} on {summary['device']}")
+    save(figure, path)

@@ -41,6 +41,8 @@ class Training:
     """The training loss of every step."""
     validation: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """The validation metrics after a number of steps, the last after all."""
+    elapsed: list[float] = field(default_factory=list)
+    """Seconds of training before each entry of `validation`: of all steps, evaluations and checkpoints left out."""
     seconds: float = 0.0
     """Wall time of the steps, without evaluations and the first steps."""
     units: int = 0
@@ -230,12 +232,15 @@ class _ArmTraining:
         with contextlib.closing(batches):
             for index in range(self._phase, len(self._phases)):
                 self._phase, phase = index, self._phases[index]
+                if self._stepper is not None:
+                    self._clock.pause()
                 self._stepper = make_stepper(self._task, self._model, phase, self._train, self._device)
                 if resumed is not None and resumed["phase"] == index:
                     self._stepper.load_state_dict(resumed["stepper"])
                     _set_generators(resumed["generators"], self._device)
                     if self._between_steps():  # an evaluation that a signal broke off
                         return
+                self._clock.resume()
                 self._clock.restart()
                 for taken in itertools.islice(batches, ends[index] - self._step):
                     self._take(self._stepper, taken)
@@ -258,6 +263,10 @@ class _ArmTraining:
     def _between_steps(self) -> bool:
         """Evaluate and keep the state where either is due. Returns whether training is over."""
         if self._step == self._steps:
+            return True
+        assert self._stepper is not None
+        if self._stepper.finished is not None:
+            self._end_early(self._stepper.finished)
             return True
         if _due(self._step, self._train.eval_every) and not self._validated:
             self._validate()
@@ -322,9 +331,13 @@ class _ArmTraining:
         self._clock.pause()
         metrics = evaluate(self._task, self._model, self._train, self._device, self._stop)
         self._result.validation.append((self._step, metrics))
-        self._write({f"val/{name}": value for name, value in metrics.items()})
+        self._result.elapsed.append(self._clock.total)
+        self._write({f"val/{name}": value for name, value in metrics.items()} | {"perf/seconds": self._clock.total})
         if self._train.early_stop:
             self._judge()
+        reason = self._task.finished(metrics)
+        if reason is not None and self._step < self._steps:
+            self._end_early(reason)
         self._clock.resume()
 
     def _judge(self) -> None:
@@ -338,10 +351,13 @@ class _ArmTraining:
             }
         if since >= patience and self._step < self._steps:
             margin = f" by more than {delta:g}" if delta else ""
-            self._result.stopped_early = (
-                f"stopped at step {self._step} of {self._steps}: in {since} evaluations the validation loss did not "
-                f"fall{margin} below the {losses[best]:.4f} of step {steps[best]}"
+            self._end_early(
+                f"in {since} evaluations the validation loss did not fall{margin} below the {losses[best]:.4f} of "
+                f"step {steps[best]}"
             )
+
+    def _end_early(self, reason: str) -> None:
+        self._result.stopped_early = f"stopped at step {self._step} of {self._steps}: {reason}"
 
     def _write(self, values: dict[str, float]) -> None:
         self._log(self._step, values)
@@ -371,6 +387,7 @@ class _ArmTraining:
             "training": training | {"losses": torch.tensor(training["losses"], dtype=torch.float64)},
             "logged": self._logged,
             "lines": self._lines,
+            "elapsed": self._clock.total,
         }
         self._save(self._step, state)
         self._saved = position
@@ -378,6 +395,9 @@ class _ArmTraining:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """All of such a state but the stepper and the generators, which are the last to be set."""
+        for phase in self._phases[: state["phase"] + 1]:
+            if phase.dtype is not None:
+                self._model.to(phase.dtype)
         load_weights(self._model, state["model"], "the checkpoint")
         training = state["training"]
         self._result = Training(**training | {"losses": training["losses"].tolist()})
@@ -385,6 +405,7 @@ class _ArmTraining:
         self._phase, self._stream, self._best_weights = state["phase"], state["stream"], state["best_weights"]
         self._logged, self._lines = state["logged"], state["lines"]
         self._saved = (self._step, len(self._result.validation), state["finished"])
+        self._clock.total = state["elapsed"]
 
     def _note_peak_memory(self) -> None:
         if self._clock.peak_memory is not None:
@@ -420,19 +441,22 @@ class _Clock:
         self._device = device
         self.units = 0
         self.seconds = 0.0
+        self.total = 0.0
+        """Seconds of all steps, whatever was restarted."""
         self.peak_memory = 0 if device.type == "cuda" else None
         self.resume()
 
     def restart(self) -> None:
         """Measure time and units from here."""
-        synchronize(self._device)
-        self.units, self.seconds, self._started = 0, 0.0, time.perf_counter()
+        self.lap()
+        self.units, self.seconds = 0, 0.0
 
     def lap(self) -> None:
         """Add the time since the start, or since the last lap."""
         synchronize(self._device)
         now = time.perf_counter()
         self.seconds += now - self._started
+        self.total += now - self._started
         self._started = now
 
     def pause(self) -> None:

@@ -20,11 +20,23 @@ from engine import figures, timing
 from engine.arms import Arm
 from engine.comparison import Comparison, device_name
 from engine.files import write_atomically
+from engine.loop import Training
 from engine.progress import quantity
 from engine.tracking import Tracker
 from fusedops.benchmark.environment import versions
 
-RESULTS = ("metrics.jsonl", "summary.json", "comparison.md", "loss.png", "throughput.png")
+RESULTS = (
+    "metrics.jsonl",
+    "summary.json",
+    "comparison.md",
+    "loss.png",
+    "throughput.png",
+    "relative_l2.png",
+    "solution-*.png",
+    "profile-*.txt",
+    "trace-*.json.gz",
+)
+"""Files of a run, some as patterns."""
 
 CPU_NOTE = (
     "This runs on a CPU: fused means the CPU implementations of the operators, made of stock PyTorch operations. "
@@ -34,8 +46,9 @@ CPU_NOTE = (
 
 def clear(directory: Path) -> None:
     """Remove the results of an earlier run in the same directory: what stands there is always of the latest run."""
-    for name in RESULTS:
-        (directory / name).unlink(missing_ok=True)
+    for pattern in RESULTS:
+        for path in directory.glob(pattern):
+            path.unlink()
 
 
 def write_config(directory: Path, resolved: Mapping[str, Any]) -> None:
@@ -70,6 +83,8 @@ def conclude(
         tracker.summarize(arm, {**figures_of_arm, "ratios": summary["ratios"].get(arm, {})})
     figures.loss(directory / "loss.png", comparison.trainings, summary)
     figures.throughput(directory / "throughput.png", summary)
+    for metric in summary["targets"]:
+        figures.metric(directory / f"{metric}.png", comparison.trainings, metric, summary)
     console.print()
     print_tables(console, summary)
     console.print(
@@ -96,6 +111,7 @@ def summarize(comparison: Comparison, baseline: str | None, resolved: Mapping[st
             if baseline is not None and name != baseline
         },
         "references": comparison.task.references(),
+        "targets": {metric: list(values) for metric, values in comparison.task.targets.items()},
         "description": comparison.description,
         "precision": comparison.train.precision,
         "config_sha256": hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest(),
@@ -106,9 +122,9 @@ def _summarize_arm(comparison: Comparison, arm: Arm) -> dict[str, Any]:
     name = arm.name
     training, seconds = comparison.trainings[name], comparison.seconds_per_step[name]
     step_ms = timing.median_interval(seconds * 1e3).value
-    flops = comparison.task.flops_per_step()
+    flops = comparison.flops_per_step
     return {
-        "metrics": training.validation[-1][1],
+        "metrics": training.reported[1],
         "throughput": {
             **timing.throughput(seconds, comparison.units_per_step).as_dict(),
             "unit": f"{comparison.task.unit}/s",
@@ -122,9 +138,23 @@ def _summarize_arm(comparison: Comparison, arm: Arm) -> dict[str, Any]:
             "skipped_steps": training.skipped_steps,
             "throughput": training.throughput,
             "final_loss": training.losses[-1],
+            "reported_step": training.reported[0],
+            "stopped_early": training.stopped_early,
+            "reached": {
+                metric: [_first_below(training, metric, value) for value in values]
+                for metric, values in comparison.task.targets.items()
+            },
         },
         "tflops": None if flops is None else flops / step_ms / 1e9,
     }
+
+
+def _first_below(training: Training, metric: str, value: float) -> dict[str, float] | None:
+    """The first evaluation at which a metric was at most this: its step, and the seconds of training until then."""
+    for (step, metrics), seconds in zip(training.validation, training.elapsed, strict=True):
+        if metrics[metric] <= value:
+            return {"step": step, "seconds": seconds}
+    return None
 
 
 def _ratios(comparison: Comparison, arms: Mapping[str, Any], name: str, baseline: str) -> dict[str, Any]:
@@ -165,6 +195,8 @@ class Table:
 def tables(summary: Mapping[str, Any]) -> list[Table]:
     """The tables of a summary: arms, ratios to the baseline, operators."""
     result = [_arms_table(summary)]
+    if summary["targets"]:
+        result.append(_targets_table(summary))
     if summary["ratios"]:
         result.append(_ratios_table(summary))
     result.append(_operators_table(summary))
@@ -180,12 +212,26 @@ def _arms_table(summary: Mapping[str, Any]) -> Table:
     for name, arm in arms.items():
         speed = arm["throughput"]
         interval = f"{quantity(speed['value'])} ({quantity(speed['low'])} to {quantity(speed['high'])})"
-        values = (f"{arm['metrics'][m]:.4f}" for m in metrics)
+        values = (_metric(arm["metrics"][m]) for m in metrics)
         rows.append((name, *values, interval, f"{speed['step_ms']:.2f}", _memory(arm["peak_memory_bytes"])))
     for name, loss in summary["references"].items():
         values = (f"{loss:.4f}" if m == "loss" else "-" for m in metrics)
         rows.append((f"reference: {name}", *values, "-", "-", "-"))
     return Table("Arms", header, rows)
+
+
+def _metric(value: float) -> str:
+    return f"{value:.4f}" if abs(value) >= 0.1 else f"{value:.4g}"
+
+
+def _targets_table(summary: Mapping[str, Any]) -> Table:
+    targets = [(metric, i, value) for metric, values in summary["targets"].items() for i, value in enumerate(values)]
+    header = ("arm", *(f"seconds to {metric} {value:g} (step)" for metric, _, value in targets))
+    rows: list[tuple[str, ...]] = []
+    for name, arm in summary["arms"].items():
+        found = [arm["training"]["reached"][metric][i] for metric, i, _ in targets]
+        rows.append((name, *("-" if at is None else f"{at['seconds']:.2f} ({at['step']})" for at in found)))
+    return Table("Time to accuracy", header, rows)
 
 
 def _ratios_table(summary: Mapping[str, Any]) -> Table:
@@ -195,7 +241,7 @@ def _ratios_table(summary: Mapping[str, Any]) -> Table:
         speed = timing.Interval(**ratios["throughput"])
         memory = "-" if ratios["peak_memory"] is None else f"{ratios['peak_memory']:.3f}x"
         interval = f"{speed.value:.3f}x ({speed.low:.3f} to {speed.high:.3f})"
-        rows.append((name, interval, timing.verdict(speed), memory, f"{ratios['loss_difference']:+.4f}"))
+        rows.append((name, interval, timing.verdict(speed), memory, f"{ratios['loss_difference']:+.4g}"))
     return Table(f"Relative to {summary['baseline']}", header, rows)
 
 
@@ -220,7 +266,18 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
         "timed in turn in random order. Its ratio is the median of the ratios within rounds; within 2 % is a tie, and "
         "what an interval that contains 1 shows is not resolved.",
     ]
+    if any(arm["compile"] for arm in summary["arms"].values()):
+        result.append(
+            "An operator whose path is the compiler's was left to it, fused or replaced; it is counted as often as an "
+            "uncompiled step runs it."
+        )
     result += [_compile_note(name, arm["compile"]) for name, arm in summary["arms"].items() if arm["compile"]]
+    for name, arm in summary["arms"].items():
+        training = arm["training"]
+        if training["stopped_early"] is not None:
+            result.append(f"{name}: {training['stopped_early']}.")
+        if training["reported_step"] != training["steps"]:
+            result.append(f"{name}: metrics and saved model are those of step {training['reported_step']}, its best.")
     if summary["device"].startswith("CPU"):
         result.append(CPU_NOTE)
     return result
@@ -229,8 +286,7 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
 def _compile_note(name: str, log: Mapping[str, Any]) -> str:
     return (
         f"{name}: compiling took {log['seconds']:.1f} s ({log['graphs']} graphs), which no throughput contains; "
-        f"recompiled {log['training_recompiles']} times in training, {log['evaluation_recompiles']} in evaluation. "
-        "What the compiler took over is counted as often as an uncompiled step runs it."
+        f"recompiled {log['training_recompiles']} times in training, {log['evaluation_recompiles']} in evaluation."
     )
 
 

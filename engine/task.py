@@ -16,6 +16,8 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from engine.config import TrainConfig
+
 Batch = Mapping[str, Tensor]
 StreamState = dict[str, Any]
 """Where a stream of batches stands: nested dicts, lists, tuples, tensors and what JSON has, keys being strings."""
@@ -49,6 +51,8 @@ class Task(ABC):
     """What throughput counts: "tokens"."""
     slots: tuple[str, ...]
     """The slots of the model as configured, in the order tables show them."""
+    targets: Mapping[str, tuple[float, ...]] = {}
+    """Values of metrics, the lower the better, of which reports say when they were first reached."""
 
     @abstractmethod
     def build(self, ops: Mapping[str, Callable[..., Any]]) -> nn.Module:
@@ -104,8 +108,8 @@ class Task(ABC):
         """Pictures of what a model learnt, by name, drawn after its training."""
         return {}
 
-    def check(self, ops: Mapping[str, Callable[..., Any]]) -> None:
-        """Raise ConfigError where these functions cannot work on the task's batches; before anything is trained."""
+    def check(self, ops: Mapping[str, Callable[..., Any]], train: TrainConfig) -> None:
+        """Raise ConfigError where the task cannot be trained so with these functions; before anything is."""
         return None
 
     @abstractmethod

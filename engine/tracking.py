@@ -23,6 +23,9 @@ class Tracker(Protocol):
     def log(self, arm: str, step: int, values: Mapping[str, float]) -> None:
         """Values measured at a step of it."""
 
+    def image(self, arm: str, name: str, path: Path) -> None:
+        """A picture of it, a PNG file."""
+
     def summarize(self, arm: str, figures: Mapping[str, Any]) -> None:
         """Its final figures."""
 
@@ -37,6 +40,9 @@ class NullTracker:
         """Nothing."""
 
     def log(self, arm: str, step: int, values: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def image(self, arm: str, name: str, path: Path) -> None:
         """Nothing."""
 
     def summarize(self, arm: str, figures: Mapping[str, Any]) -> None:
@@ -77,6 +83,10 @@ class WandbTracker:
         """Log to the arm's run."""
         self._runs[arm].log(dict(values), step=step)
 
+    def image(self, arm: str, name: str, path: Path) -> None:
+        """Log it to the arm's run."""
+        self._runs[arm].log({name: self._wandb.Image(str(path))})
+
     def summarize(self, arm: str, figures: Mapping[str, Any]) -> None:
         """Put the figures in the summary of the arm's run."""
         self._runs[arm].summary.update(dict(figures))
@@ -106,6 +116,12 @@ class GuardedTracker:
         if self._tracker is not None:
             with self._guard():
                 self._tracker.log(arm, step, values)
+
+    def image(self, arm: str, name: str, path: Path) -> None:
+        """See Tracker."""
+        if self._tracker is not None:
+            with self._guard():
+                self._tracker.image(arm, name, path)
 
     def summarize(self, arm: str, figures: Mapping[str, Any]) -> None:
         """See Tracker."""

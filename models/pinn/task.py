@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from engine.config import TrainConfig
 from engine.errors import ConfigError
 from engine.task import Batch, Phase, Task
 from fusedops.slots.laplacian import Grid, Points
@@ -46,6 +47,7 @@ class PINNTask(Task):
     name = "pinn"
     unit = "points"
     slots = ("laplacian",)
+    targets = {"relative_l2": (1e-2, 1e-3, 1e-4)}  # noqa: RUF012 - as Task declares it
 
     def __init__(
         self,
@@ -87,7 +89,17 @@ class PINNTask(Task):
         model = PINN(self.problem, a["width"], a["depth"], a["activation"], hard, PINNOps(**ops))
         return model.to(getattr(torch, a["dtype"]))
 
-    def check(self, ops: Mapping[str, Callable[..., Any]]) -> None:
+    def check(self, ops: Mapping[str, Callable[..., Any]], train: TrainConfig) -> None:
+        if train.precision != "fp32":
+            raise ConfigError(
+                f"train.precision={train.precision}: second derivatives need more digits; allowed for model=pinn: fp32 "
+                "(and model.dtype=float64)"
+            )
+        if train.accumulation != 1:
+            raise ConfigError(
+                f"train.accumulation={train.accumulation}: allowed for model=pinn: 1; "
+                "train.batch_size is limited by memory alone"
+            )
         model = PINN(self.problem, 2, 1, self.architecture["activation"], True, PINNOps(**ops))
         try:
             with torch.no_grad():
