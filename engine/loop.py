@@ -248,6 +248,8 @@ class _ArmTraining:
                         return
 
     def _take(self, stepper: TrainingStep, taken: StepBatches) -> None:
+        if self._step - self._first == WARMUP_STEPS:
+            self._clock.forget_peak_memory()
         self._on_device.append(stepper(*taken.batches))
         self._step += 1
         self._stream = taken.stream
@@ -450,6 +452,12 @@ class _Clock:
         """Measure time and units from here."""
         self.lap()
         self.units, self.seconds = 0, 0.0
+
+    def forget_peak_memory(self) -> None:
+        """Measure the peak from here: what compilers and their tuning needed is no step's."""
+        if self.peak_memory is not None:
+            self.peak_memory = 0
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def lap(self) -> None:
         """Add the time since the start, or since the last lap."""

@@ -97,7 +97,7 @@ def operator_tables(arm: Arm, profile: torch.profiler.profile, device: torch.dev
 
 
 def _table(title: str, events: Sequence[Any], clock: str, steps: int) -> Table:
-    """The events by their own time on a clock, cpu or device: microseconds in them, milliseconds a step in the table."""
+    """The events by their own time on a clock, cpu or device: microseconds there, milliseconds a step here."""
 
     def own(event: Any) -> float:
         return getattr(event, f"self_{clock}_time_total")
