@@ -7,7 +7,9 @@ included; any tool that reads safetensors shows its weights; and one file is rep
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 import re
 import shutil
@@ -30,6 +32,8 @@ DOCUMENT = "fusedops"
 """The metadata's one entry."""
 NAME = re.compile(r"checkpoint-(\d+)\.safetensors")
 MODEL = "model"
+
+_log = logging.getLogger(__name__)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,7 +171,7 @@ class ArmCheckpoints:
         self.directory.mkdir(exist_ok=True)
         path = self.directory / f"checkpoint-{step}.safetensors"
         before = _checkpoints(self.directory)
-        content = {"format": FORMAT, "identity": self._identity, "versions": versions(), "step": step, "state": state}
+        content = {"format": FORMAT, "identity": self._identity, "versions": _versions(), "step": step, "state": state}
         write(path, content)
         for old in [*before, *self.directory.glob(".checkpoint-*.tmp")]:  # the latter of writes that were killed
             if old != path:
@@ -183,7 +187,13 @@ class ArmCheckpoints:
         Raises ConfigError naming the file for one that is damaged, or of another model, arm, device or configuration.
         """
         content = self._read(tensors=True)
-        return None if content is None else content["state"]
+        if content is None:
+            return None
+        different = differences(content["versions"], _versions())
+        if different:
+            _log.warning("%s: goes on, but maybe not bit for bit: %s", self.newest, "; ".join(different))
+        state: dict[str, Any] = content["state"]
+        return state
 
     def _read(self, tensors: bool) -> dict[str, Any] | None:
         path = self.newest
@@ -194,6 +204,11 @@ class ArmCheckpoints:
         if different:
             raise ConfigError("\n".join([f"{path}: is a checkpoint of another run:", *different]))
         return content
+
+
+@functools.cache
+def _versions() -> dict[str, str | None]:
+    return versions()  # asks git
 
 
 def _checkpoints(directory: Path) -> list[Path]:
