@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
+from rich.console import Console
 
-from engine import config, report
-from engine.arms import arms_of
+from engine import attribution, checkpoint, config, equivalence, profiling, report, resume
+from engine.arms import Arm, arms_of, check_kind_of_run
 from engine.comparison import Comparison, choose_device
 from engine.errors import CONFIGURATION_ERRORS, ConfigError, Interrupted, RunError, explain, is_out_of_memory
 from engine.progress import make_console
 from engine.signals import StopSignal
 from engine.task import Task
-from engine.tracking import make_tracker
-from models import transformer
+from engine.tracking import NullTracker, make_tracker
+from models import pinn, transformer
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
-MODELS: dict[str, config.ModelPackage] = {"transformer": transformer}
+MODELS: dict[str, config.ModelPackage] = {"transformer": transformer, "pinn": pinn}
 
 config.register(MODELS)
 
 
-def make_task(settings: config.Settings) -> Task:
-    """The task of a configuration. Raises ConfigError where its parts do not fit together, or data cannot be read."""
+def make_task(settings: config.Settings, seed: int | None = None) -> Task:
+    """The task of a configuration, with its seed or another.
+
+    Raises ConfigError where its parts do not fit together, or data cannot be read.
+    """
     train = settings.values.train
+    source, _ = config.source_of(settings.package)
     try:
         return settings.package.Task(
             model=settings.values.model,
-            data=settings.values.data,
+            **{source: getattr(settings.values, source)},
             steps=train.steps,
             batch_size=train.batch_size,
             eval_batch_size=train.eval_batch_size,
@@ -41,10 +49,29 @@ def make_task(settings: config.Settings) -> Task:
             weight_decay=train.weight_decay,
             warmup_steps=train.warmup_steps,
             min_lr_ratio=train.min_lr_ratio,
-            seed=train.seed,
+            seed=train.seed if seed is None else seed,
         )
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
+
+
+def make_study(
+    settings: config.Settings,
+    task: Task,
+    arms: Sequence[Arm],
+    device: torch.device,
+    directory: Path,
+    console: Console,
+    stop: StopSignal,
+) -> equivalence.Study:
+    """The study of `equivalence`: pairs of trainings of the arms, the first of which is the stock one."""
+
+    def pair(seed: int) -> Comparison:
+        train = dataclasses.replace(settings.values.train, seed=seed)
+        its_task = task if seed == settings.values.train.seed else make_task(settings, seed)
+        return Comparison(its_task, arms, train, device, directory, NullTracker(), console, stop)
+
+    return equivalence.Study(pair, arms[0].name, device, settings.resolved, console, stop)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
@@ -54,19 +81,48 @@ def run(composed: DictConfig) -> None:
     values = settings.values
     device = choose_device(values.train.device)
     task = make_task(settings)
-    arms, baseline = arms_of(values.ops, values.baseline, task.slots)
+    arms, baseline = arms_of(values.ops, values.baseline, task.slots, values.compile)
+    check_kind_of_run(values, arms, baseline)
     directory, console = Path(HydraConfig.get().runtime.output_dir), make_console()
-    report.clear(directory)
-    report.write_config(directory, settings.resolved)
-    tracker = make_tracker(values.tracker, directory, settings.resolved)
+    resolved = settings.resolved | {resume.KEY: None}
+    if values.resume is not None:
+        resume.check(directory, resolved)
+    else:
+        report.clear(directory)
+        checkpoint.clear(directory)
+        report.write_config(directory, resolved)
+    tracker = make_tracker(values.tracker, directory, resolved)
     exit_code = 1
     with StopSignal() as stop:
         try:
-            comparison = Comparison(task, arms, values.train, device, directory, tracker, console, stop)
+            comparison = Comparison(
+                task,
+                arms,
+                values.train,
+                device,
+                directory,
+                tracker,
+                console,
+                stop,
+                configuration=resume.settled(resolved),
+                resume=values.resume is not None,
+            )
             report.introduce(console, comparison, directory)
-            comparison.run()
-            report.conclude(console, comparison, baseline, settings.resolved, directory, tracker)
+            if values.equivalence:
+                study = make_study(settings, task, arms, device, directory, console, stop)
+                seeds = range(values.train.seed, values.train.seed + values.equivalence)
+                equivalence.run(study, seeds, values.equivalence_margin, directory, tracker)
+            elif values.ablate:
+                attribution.run(comparison, settings.resolved, directory, console, tracker, stop)
+            else:
+                comparison.run()
+                report.conclude(console, comparison, baseline, resolved, directory, tracker)
+                if values.profile:
+                    profiling.run(comparison, directory, console)
             exit_code = 0
+        except Interrupted:
+            console.print(f"to go on: python train.py resume={directory}")
+            raise
         finally:
             tracker.close(exit_code)
         stop.check()
@@ -80,6 +136,7 @@ def main() -> int:
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then passes exceptions on, and they are explained here
     try:
+        sys.argv[1:] = resume.arguments(sys.argv[1:])
         config.check_groups(sys.argv[1:], CONFIGS)
         run()
     except CONFIGURATION_ERRORS as error:

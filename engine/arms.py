@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config import CompileConfig
-from engine.errors import unknown
+from engine.errors import ConfigError, unknown
 from fusedops.slots import SLOTS, Implementation
 
 
@@ -74,3 +74,18 @@ def arms_of(
         eager = arms if compilation.arms == "both" else []
         arms = eager + [compiled(arm, compilation) for arm in arms]
     return arms, None if baseline == "none" else arms[0].name
+
+
+def check_kind_of_run(values: Any, arms: Sequence[Arm], baseline: str | None) -> None:
+    """Raise ConfigError unless the arms are what `equivalence` or `ablate`, where a Config asks for one, compares."""
+    if not values.equivalence and not values.ablate:
+        return
+    asked = f"equivalence={values.equivalence}" if values.equivalence else "ablate=true"
+    if values.equivalence and values.ablate:
+        raise ConfigError(f"ablate=true with {asked}: a run does one of them")
+    if baseline is None:
+        raise ConfigError(f"{asked} with baseline=none: it compares with the stock operators; allowed: baseline=native")
+    if len(arms) == 1:
+        raise ConfigError(f"{asked} with ops={values.ops.set}: no slot is swapped; allowed: ops=fused")
+    if values.ablate and len(arms) > 2:
+        raise ConfigError(f"{asked} with compile.arms=both: allowed: compile.arms=compiled, or compile=none")

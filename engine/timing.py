@@ -48,11 +48,12 @@ def median_interval(samples: NDArray[np.float64]) -> Interval:
 
 
 def time_steps(
-    steps: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, stop: StopSignal
+    steps: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, stop: StopSignal, seed: int = 0
 ) -> dict[str, NDArray[np.float64]]:
     """Seconds a step of each arm, one figure a round: in every round each arm is timed once, in random order.
 
     Wall time from a synchronised device to a synchronised device over several steps, the same number for every arm.
+    The order of the arms is drawn from the seed.
     """
     wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
 
@@ -70,7 +71,7 @@ def time_steps(
         warm.append(sample(step, 1))
     count = max(1, min(math.ceil(SHORTEST_SAMPLE / min(warm)), int(LONGEST_SAMPLE / max(warm))))
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    order, generator = list(steps), random.Random(0)
+    order, generator = list(steps), random.Random(seed)
     for _ in range(rounds):
         generator.shuffle(order)
         for name in order:
