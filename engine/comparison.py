@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from engine import figures, timing
 from engine.arms import Arm
 from engine.checkpoint import ArmCheckpoints, unwrapped
-from engine.compilation import CompileLog, compile_model, compiling, has_graphs
+from engine.compilation import CompileLog, compile_model, compiling, eager, has_graphs
 from engine.config import TrainConfig
 from engine.errors import ConfigError, RunError
 from engine.loop import Training, matmul_precision, train_arm
@@ -29,7 +29,7 @@ from engine.metrics import MetricsFile, rewind
 from engine.operators import ModelStep, operator_table
 from engine.progress import TrainingProgress
 from engine.signals import StopSignal
-from engine.step import make_stepper, to_device
+from engine.step import autocast, make_stepper, to_device
 from engine.task import Batch, Task
 from engine.tracking import Tracker
 
@@ -87,6 +87,8 @@ class Comparison:
         """Each arm's table of operators."""
         self.compilation: dict[str, CompileLog] = {}
         """What compiling each arm took."""
+        self.samples: dict[str, dict[str, str]] = {}
+        """What each arm's trained model makes of prompts."""
         self.seconds_per_step: dict[str, NDArray[np.float64]] = {}
         """The timing pass: seconds a step of each arm, one figure a round."""
         self.task, self.arms, self.train, self.device = task, arms, train, device
@@ -195,6 +197,7 @@ class Comparison:
             self._tracker.image(arm.name, name, path)
         if checkpoints is not None and not (resumed and resumed["finished"] and checkpoints.model.is_dir()):
             self._save_model(model, checkpoints.model)
+        self.samples[arm.name] = self._sample(model)
 
     def operators_of(self, arm: Arm) -> list[dict[str, Any]]:
         """The arm's table of operators."""
@@ -225,6 +228,14 @@ class Comparison:
             "configuration": self._configuration,
         }
         return ArmCheckpoints(self._directory / arm.name, identity)
+
+    def _sample(self, model: nn.Module) -> dict[str, str]:
+        """What the trained model makes of the task's prompts, as if it had not been compiled: lengths vary."""
+        if not self.train.sample_tokens:
+            return {}
+        model.eval()
+        with eager(model), autocast(self.device, self.train.precision):
+            return self.task.samples(unwrapped(model), self.train.sample_tokens)
 
     def _save_model(self, model: nn.Module, directory: Path) -> None:
         temporary = directory.with_name(f".{directory.name}.tmp")

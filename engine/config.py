@@ -98,6 +98,8 @@ class TrainConfig:
     """
     early_stop_delta: float = _number(0.0, 0)
     """By how much a validation loss must be below the best before it to count as lower."""
+    sample_tokens: int = _number(200, 0, 100_000)
+    """Tokens of text that a trained language model writes to be looked at; 0 writes none."""
     timing_rounds: int = _number(9, 9, 1000)
     """Rounds of the interleaved timing pass, in each of which every arm is timed once."""
 

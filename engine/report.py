@@ -132,6 +132,7 @@ def _summarize_arm(comparison: Comparison, arm: Arm) -> dict[str, Any]:
         },
         "peak_memory_bytes": training.peak_memory_bytes,
         "operators": comparison.operators[name],
+        "samples": [{"prompt": prompt, "text": text} for prompt, text in comparison.samples[name].items()],
         "compile": comparison.compilation[name].as_dict() if arm.compile_mode != "none" else None,
         "training": {
             "steps": len(training.losses),
@@ -290,10 +291,21 @@ def _compile_note(name: str, log: Mapping[str, Any]) -> str:
     )
 
 
+def printable(text: str) -> str:
+    """The text with a sign for each character that would do something to a terminal, line ends and tabs excepted."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def print_tables(console: Console, summary: Mapping[str, Any]) -> None:
     """The tables on a terminal."""
     for table in tables(summary):
         table.print(console)
+    for name, arm in summary["arms"].items():
+        for sample in arm["samples"]:
+            console.print(
+                f"\nsample of {name}, which goes on with a prompt from the bar:", markup=False, highlight=False
+            )
+            console.print(printable(f"{sample['prompt']}|{sample['text']}"), markup=False, highlight=False)
     for note in notes(summary):
         console.print(note)
 

@@ -135,6 +135,13 @@ class Task(ABC):
         """
         save_model(model, str(directory / "model.safetensors"))
 
+    def samples(self, model: nn.Module, length: int) -> dict[str, str]:
+        """What a trained model in evaluation makes of a prompt, by the prompt; about `length` of whatever it writes.
+
+        A model that writes nothing has none. Moves no generator of random numbers.
+        """
+        return {}
+
     def describe(self, model: nn.Module) -> dict[str, str]:
         """What to print before training: parameters, data, the split and its sizes."""
         return {}

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 BETAS = (0.9, 0.95)
 REFERENCE_ORDER = 3
+PROMPT_TOKENS = 64
+"""Tokens of the validation text, its first separator among them, that a sample goes on from."""
+SAMPLE_TEMPERATURE = 0.8
 VOCABULARY_MULTIPLE = 64
 """Vocabularies are padded to a multiple: products of odd sizes are slow on a GPU."""
 
@@ -104,7 +108,11 @@ class TransformerTask(Task):
     def build(self, ops: Mapping[str, Callable[..., Any]]) -> nn.Module:
         from models.transformer.model import Transformer, TransformerOps
 
-        return Transformer(self.config(), TransformerOps(**ops))
+        model = Transformer(self.config(), TransformerOps(**ops))
+        # Generation ends where a document does.
+        separator = self.text.tokenizer.separator
+        model.generation_config.eos_token_id = model.generation_config.pad_token_id = separator
+        return model
 
     def batch(self, step: int, rank: int = 0) -> Batch:
         if isinstance(self.text, text.Corpus):
@@ -150,6 +158,42 @@ class TransformerTask(Task):
     def on_bytes(self) -> bool:
         """Whether tokens are bytes."""
         return self.text.tokenizer.name == BYTES
+
+    def save(self, model: nn.Module, directory: Path) -> None:
+        """As `transformers` saves a model, safetensors; and its tokenizer, if that is one of Hugging Face's."""
+        from transformers.utils import logging
+
+        transformer: Any = model
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()  # of writing one file
+        try:
+            transformer.save_pretrained(directory)
+        finally:
+            if shown:
+                logging.enable_progress_bar()
+        self.text.tokenizer.save(directory)
+
+    def samples(self, model: nn.Module, length: int) -> dict[str, str]:
+        """What the model goes on with, drawn with temperature `SAMPLE_TEMPERATURE`, by the validation text it goes on.
+
+        The same for the same model; no generator of random numbers is moved. Ends early where a document ends.
+        """
+        transformer: Any = model
+        device = transformer.device
+        tokens = self.text.validation[: min(PROMPT_TOKENS, self.context // 2)].astype("int64")
+        prompt = torch.from_numpy(tokens)[None].to(device)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(self.seed)
+            generated = transformer.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=length,
+                do_sample=True,
+                temperature=SAMPLE_TEMPERATURE,
+                top_k=0,
+            )
+        decode = self.text.tokenizer.decode
+        return {decode(tokens[1:].tolist()): decode(generated[0, len(tokens) :].tolist())}
 
     def phases(self) -> list[Phase]:
         return [Phase("adamw", self.steps, self._optimizers, self._schedule)]
