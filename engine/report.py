@@ -35,6 +35,7 @@ RESULTS = (
     "solution-*.png",
     "profile-*.txt",
     "trace-*.json.gz",
+    "tracker.json",
 )
 """Files of a run, some as patterns."""
 
@@ -80,7 +81,15 @@ def conclude(
     write_atomically(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
     write_atomically(directory / "comparison.md", markdown(summary))
     for arm, figures_of_arm in summary["arms"].items():
-        tracker.summarize(arm, {**figures_of_arm, "ratios": summary["ratios"].get(arm, {})})
+        tracker.summarize(
+            arm,
+            {
+                **figures_of_arm,
+                "ratios": summary["ratios"].get(arm, {}),
+                "device": summary["device"],
+                "versions": summary["versions"],
+            },
+        )
     figures.loss(directory / "loss.png", comparison.trainings, summary)
     figures.throughput(directory / "throughput.png", summary)
     for metric in summary["targets"]:

@@ -1,15 +1,33 @@
-"""Trackers: Weights & Biases, or none. One that fails says why, once, and costs the run nothing but its record."""
+"""Trackers: Weights & Biases, or none. One that fails says why, once, and costs the run nothing but its record.
+
+A run of W&B is reopened when the run it records is resumed: tracker.json in the run directory keeps the ids. An offline
+file cannot be appended to, so there is one more then, of the same id; as each line has its training step, `wandb sync`
+makes one run of them, in order.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from engine.config import TrackerConfig
+from engine.files import write_atomically
+
+TRACKER_FILE = "tracker.json"
+STEP = "step"
+"""The metric that every other is drawn over."""
+METRICS = ("train/*", "val/*", "perf/*")
+INIT_SECONDS, FINISH_SECONDS = 30.0, 60.0
+"""How long W&B may try to open a run, and to upload the rest of it at the end; `wandb sync` can do that later."""
+LIMIT_SECONDS = 90.0
+"""How long a call of a tracker may take before it is given up."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,36 +77,52 @@ class WandbTracker:
         # Its caches go to the run directory too: the home directory may be missing or read-only.
         for variable in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
             os.environ.setdefault(variable, str(directory / "wandb"))
-        os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.setdefault("WANDB_SILENT", "true")  # without an account it raises, too, instead of asking for one
         import wandb
 
         self._wandb, self._settings, self._directory, self._config = wandb, settings, directory, config
         self._runs: dict[str, Any] = {}
+        self._file = directory / TRACKER_FILE
+        self._ids: dict[str, str] = {}
+        if self._file.exists():  # of the run that is resumed
+            self._ids = json.loads(self._file.read_text(encoding="utf-8"))["runs"]
 
     def start(self, arm: str) -> None:
-        """Open the arm's run."""
-        self._runs[arm] = self._wandb.init(
+        """Open the arm's run, or reopen it where tracker.json has its id."""
+        if arm not in self._ids:
+            self._ids[arm] = secrets.token_hex(4)
+            write_atomically(
+                self._file, json.dumps({"project": self._settings.project, "runs": self._ids}, indent=2) + "\n"
+            )
+        # No copy of the output, and no sampling of the machine while steps are timed.
+        options: dict[str, Any] = {"console": "off", "x_disable_stats": True, "init_timeout": INIT_SECONDS}
+        if "finish_timeout" in self._wandb.Settings.model_fields:  # older versions wait as long as it takes
+            options["finish_timeout"] = FINISH_SECONDS
+        run = self._wandb.init(
             project=self._settings.project,
             group=self._directory.name,
             name=arm,
+            id=self._ids[arm],
+            resume="allow",
             dir=self._directory,
             config={**self._config, "arm": arm},
             mode=self._settings.mode,  # type: ignore[arg-type]
             reinit="create_new",
-            # No copy of the output, and no sampling of the machine while steps are timed.
-            settings=self._wandb.Settings(console="off", x_disable_stats=True),
+            settings=self._wandb.Settings(**options),
         )
+        run.define_metric(STEP)
+        for metric in METRICS:
+            run.define_metric(metric, step_metric=STEP)
+        self._runs[arm] = run
 
     def log(self, arm: str, step: int, values: Mapping[str, float]) -> None:
         """Log to the arm's run."""
-        self._runs[arm].log(dict(values), step=step)
-
-    def image(self, arm: str, name: str, path: Path) -> None:
-        """Log it to the arm's run."""
-        self._runs[arm].log({name: self._wandb.Image(str(path))})
+        self._runs[arm].log({STEP: step, **values}, step=step)
 
     def summarize(self, arm: str, figures: Mapping[str, Any]) -> None:
-        """Put the figures in the summary of the arm's run."""
+        """Put the figures in the summary of the arm's run, which is opened if it has not been."""
+        if arm not in self._runs:
+            self.start(arm)
         self._runs[arm].summary.update(dict(figures))
 
     def close(self, exit_code: int) -> None:
@@ -98,50 +132,60 @@ class WandbTracker:
 
 
 class GuardedTracker:
-    """A tracker whose first failure is logged with its reason and ends tracking, not the run."""
+    """A tracker whose first failure is logged with its reason and ends tracking, not the run.
 
-    def __init__(self, make: Callable[[], Tracker]) -> None:
+    Calls are made one after the other in a thread of their own, and waited for at most `limit` seconds each: a tracker
+    that hangs is left behind.
+    """
+
+    def __init__(self, make: Callable[[], Tracker], limit: float = LIMIT_SECONDS) -> None:
+        self._limit = limit
         self._tracker: Tracker | None = None
-        with self._guard():
-            self._tracker = make()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="tracker", daemon=True).start()
+        self._tracker = self._call(make)
 
     def start(self, arm: str) -> None:
         """See Tracker."""
-        if self._tracker is not None:
-            with self._guard():
-                self._tracker.start(arm)
+        self._guarded(lambda tracker: tracker.start(arm))
 
     def log(self, arm: str, step: int, values: Mapping[str, float]) -> None:
         """See Tracker."""
-        if self._tracker is not None:
-            with self._guard():
-                self._tracker.log(arm, step, values)
-
-    def image(self, arm: str, name: str, path: Path) -> None:
-        """See Tracker."""
-        if self._tracker is not None:
-            with self._guard():
-                self._tracker.image(arm, name, path)
+        self._guarded(lambda tracker: tracker.log(arm, step, values))
 
     def summarize(self, arm: str, figures: Mapping[str, Any]) -> None:
         """See Tracker."""
-        if self._tracker is not None:
-            with self._guard():
-                self._tracker.summarize(arm, figures)
+        self._guarded(lambda tracker: tracker.summarize(arm, figures))
 
     def close(self, exit_code: int) -> None:
         """See Tracker."""
-        if self._tracker is not None:
-            with self._guard():
-                self._tracker.close(exit_code)
+        self._guarded(lambda tracker: tracker.close(exit_code))
 
-    @contextlib.contextmanager
-    def _guard(self) -> Iterator[None]:
+    def _guarded(self, call: Callable[[Tracker], None]) -> None:
+        tracker = self._tracker
+        if tracker is not None:
+            self._call(lambda: call(tracker))
+
+    def _call(self, call: Callable[[], Any]) -> Any:
+        """The result of a call in the tracker's thread; None, and tracking ends, if it fails or takes too long."""
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._calls.put((call, answer))
         try:
-            yield
-        except Exception as error:  # noqa: BLE001 - a tracker may raise anything, and none of it may end a training
+            result, error = answer.get(timeout=self._limit)
+        except queue.Empty:
+            result, error = None, TimeoutError(f"no answer within {self._limit:g} s")
+        if error is not None:
             self._tracker = None
             _log.warning("tracking ends, the run goes on: %s: %s", type(error).__name__, error)
+        return result
+
+    def _work(self) -> None:
+        while True:
+            call, answer = self._calls.get()
+            try:
+                answer.put((call(), None))
+            except Exception as error:  # noqa: BLE001 - a tracker may raise anything, and none of it may end a training
+                answer.put((None, error))
 
 
 def make_tracker(settings: TrackerConfig, directory: Path, config: Mapping[str, Any]) -> Tracker:
