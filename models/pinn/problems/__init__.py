@@ -38,7 +38,7 @@ def load(name: str) -> Problem:
         if inspect.isclass(value) and issubclass(value, Problem) and value.__module__ == module.__name__
     ]
     if len(found) != 1:
-        raise ValueError(f"problem={name}: {_file(name)} defines {len(found)} subclasses of Problem; one is needed")
+        raise ValueError(f"problem={name}: {_file(name)}: it defines {len(found)} subclasses of Problem; one is needed")
     try:
         problem = found[0]()
         reason = _box_error(problem) or _solution_error(problem) or _boundary_error(problem)
