@@ -119,6 +119,10 @@ class WandbTracker:
         """Log to the arm's run."""
         self._runs[arm].log({STEP: step, **values}, step=step)
 
+    def image(self, arm: str, name: str, path: Path) -> None:
+        """Log it to the arm's run."""
+        self._runs[arm].log({name: self._wandb.Image(str(path))})
+
     def summarize(self, arm: str, figures: Mapping[str, Any]) -> None:
         """Put the figures in the summary of the arm's run, which is opened if it has not been."""
         if arm not in self._runs:
@@ -152,6 +156,10 @@ class GuardedTracker:
     def log(self, arm: str, step: int, values: Mapping[str, float]) -> None:
         """See Tracker."""
         self._guarded(lambda tracker: tracker.log(arm, step, values))
+
+    def image(self, arm: str, name: str, path: Path) -> None:
+        """See Tracker."""
+        self._guarded(lambda tracker: tracker.image(arm, name, path))
 
     def summarize(self, arm: str, figures: Mapping[str, Any]) -> None:
         """See Tracker."""
