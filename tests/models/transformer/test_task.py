@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedops.slots import SLOTS
-from models.transformer import DATA, PRESETS, ModelConfig, Task, data
-from models.transformer.config import StdlibConfig
+from models.transformer import DATA, PRESETS, FilesConfig, HubConfig, ModelConfig, StdlibConfig, Task, data
 from models.transformer.count_model import witten_bell
+from models.transformer.data.stdlib import stdlib_corpus, stdlib_root
 
 SMALL = {"n_layer": 2, "n_head": 2, "d_model": 32, "d_ff": 48, "context": 24, "init_std": 0.02}
 
@@ -20,13 +21,13 @@ SMALL = {"n_layer": 2, "n_head": 2, "d_model": 32, "d_ff": 48, "context": 24, "i
 @pytest.fixture(scope="module")
 def text() -> data.Corpus:
     """The first bytes of the real text, so that a whole validation set is quick."""
-    corpus = data.load(data.stdlib_root(), 0.06)
-    return data.Corpus(corpus.train[:60_000], corpus.validation[:1_511], ("a.py",), ("b.py",), corpus.root)
+    corpus = stdlib_corpus(stdlib_root(), 0.06)
+    return dataclasses.replace(corpus, train=corpus.train[:60_000], validation=corpus.validation[:1_511])
 
 
 @pytest.fixture(autouse=True)
 def short_text(text: data.Corpus, monkeypatch: pytest.MonkeyPatch) -> data.Corpus:
-    monkeypatch.setattr(data, "load", lambda root, fraction: text)
+    monkeypatch.setattr(data, "load", lambda config, seed: text)
     return text
 
 
@@ -52,7 +53,7 @@ def test_the_package_exports_what_the_engine_looks_up() -> None:
     assert Task.name == "transformer"
     assert Task.unit == "tokens"
     assert {"tiny", "tiny_swiglu", "small", "gpt_d512", "gpt_d768", "gpt2"} <= set(PRESETS)
-    assert {"stdlib": StdlibConfig} == DATA
+    assert {"stdlib": StdlibConfig, "files": FilesConfig, "hub": HubConfig} == DATA
 
 
 def test_slots_follow_the_mlp() -> None:
@@ -166,10 +167,16 @@ def test_the_description_and_the_reference_are_those_of_the_text(short_text: dat
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ({"model": {"vocab_size": 255}}, "model.vocab_size=255: must be at least 256"),
+        (
+            {"model": {"vocab_size": 255}},
+            "model.vocab_size=255: must be at least 256, the tokens of data.tokenizer=bytes",
+        ),
         ({"steps": 0}, "train.steps=0: must be at least 1"),
         ({"batch_size": 0}, "train.batch_size=0: must be at least 1"),
-        ({"model": {"context": 60_000}}, "model.context=60000: the training text has 60,000 bytes"),
+        (
+            {"model": {"context": 60_000}},
+            "model.context=60000: the training text, .*, has 60,000 tokens; must be fewer",
+        ),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(override: dict[str, Any], message: str) -> None:
