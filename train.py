@@ -12,13 +12,15 @@ from pathlib import Path
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from rich.console import Console
 
 from engine import attribution, checkpoint, config, equivalence, profiling, report, resume
 from engine.arms import Arm, arms_of, check_kind_of_run
 from engine.comparison import Comparison, choose_device
-from engine.errors import CONFIGURATION_ERRORS, ConfigError, Interrupted, RunError, explain, is_out_of_memory
+from engine.errors import CONFIGURATION_ERRORS, ConfigError, Interrupted, RunError, failure
+from engine.multirun import Jobs
 from engine.progress import make_console
 from engine.signals import StopSignal
 from engine.task import Task
@@ -29,6 +31,8 @@ CONFIGS = Path(__file__).resolve().parent / "configs"
 MODELS: dict[str, config.ModelPackage] = {"transformer": transformer, "pinn": pinn}
 
 config.register(MODELS)
+jobs = Jobs()
+"""Of a command with -m."""
 
 
 def make_task(settings: config.Settings, seed: int | None = None) -> Task:
@@ -71,11 +75,21 @@ def make_study(
         its_task = task if seed == settings.values.train.seed else make_task(settings, seed)
         return Comparison(its_task, arms, train, device, directory, NullTracker(), console, stop)
 
-    return equivalence.Study(pair, arms[0].name, device, settings.resolved, console, stop)
+    return equivalence.Study(pair, [arm.name for arm in arms], device, settings.resolved, console, stop)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
 def run(composed: DictConfig) -> None:
+    """What Hydra calls: once, or with -m once a job, of which one that fails leaves the others be."""
+    hydra_config = HydraConfig.get()
+    if hydra_config.mode is RunMode.MULTIRUN:
+        overrides, directory = list(hydra_config.overrides.task), Path(hydra_config.runtime.output_dir)
+        jobs.run(lambda: compare(composed), directory, overrides)
+    else:
+        compare(composed)
+
+
+def compare(composed: DictConfig) -> None:
     """One comparison, in the run directory that Hydra made."""
     settings = config.resolve(composed, MODELS)
     values = settings.values
@@ -133,31 +147,19 @@ def main() -> int:
 
     HYDRA_FULL_ERROR=1 in the environment shows the traceback of an error of the configuration or of the system.
     """
+    jobs.done.clear()
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then passes exceptions on, and they are explained here
     try:
         sys.argv[1:] = resume.arguments(sys.argv[1:])
         config.check_groups(sys.argv[1:], CONFIGS)
         run()
-    except CONFIGURATION_ERRORS as error:
-        if full_error == "1":
+    except (*CONFIGURATION_ERRORS, RuntimeError, MemoryError, OSError) as error:
+        told = failure(error, sys.argv[1:])
+        if told is None or (full_error == "1" and not isinstance(error, RunError)):
             raise
-        print(explain(error, sys.argv[1:]), file=sys.stderr)
-        return 2
-    except RunError as error:
-        print(f"the run stopped: {error}", file=sys.stderr)
-        return 1
-    except (MemoryError, RuntimeError) as error:
-        if full_error == "1" or not is_out_of_memory(error):
-            raise
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        print(f"the run stopped: out of memory: {reason}", file=sys.stderr)
-        return 1
-    except OSError as error:  # a full disk, a run directory that cannot be made
-        if full_error == "1":
-            raise
-        print(f"the run stopped: {error}", file=sys.stderr)
-        return 1
+        print(told.message, file=sys.stderr)
+        return told.exit_code
     except Interrupted as error:
         print(f"the run was {error}", file=sys.stderr)
         return error.exit_code
@@ -168,7 +170,7 @@ def main() -> int:
         os.environ.pop("HYDRA_FULL_ERROR")
         if full_error is not None:
             os.environ["HYDRA_FULL_ERROR"] = full_error
-    return 0
+    return jobs.conclude() if jobs.done else 0
 
 
 if __name__ == "__main__":

@@ -10,6 +10,9 @@ A name is one of
     GPU/REPORT [KIND] [OPERATOR ..]  the report benchmarks/results/GPU/REPORT.json; KIND is summary, short or contenders
                                      (see fusedops.benchmark.tables), and operators leave only their rows
     GPU/training                     the experiments that benchmarks/training.py kept in benchmarks/results/GPU/
+    GPU/equivalence                  what benchmarks/equivalence.py kept there
+    GPU/faults                       the same of its --faults
+    GPU/attribution                  what benchmarks/attribution.py kept there
     benchmark, training              short for the two of the GPU that the README shows
 """
 
@@ -20,7 +23,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a script's path is its folder; a GPU host need not have the package installed
 
 import fusedops  # noqa: E402
+from engine import attribution, equivalence  # noqa: E402
 from fusedops.benchmark.schema import Report  # noqa: E402
 from fusedops.benchmark.tables import TABLES  # noqa: E402
 from fusedops.registry import OPERATORS  # noqa: E402
@@ -66,13 +70,14 @@ def table(name: str, results: Path = RESULTS) -> str:
     kind, operators = (rest[0], rest[1:]) if rest else ("summary", [])
     if path.count("/") != 1:
         raise ValueError(
-            f"table {name!r}: allowed are operators, {', '.join(SHORT_NAMES)}, GPU/REPORT and GPU/training"
+            f"table {name!r}: allowed are operators, {', '.join(SHORT_NAMES)}, GPU/REPORT and "
+            f"{', '.join(f'GPU/{kind}' for kind in FOLDER_TABLES)}"
         )
     if kind not in TABLES:
         raise ValueError(f"table {name!r}: {kind!r} is no table of a report; there are {', '.join(TABLES)}")
     gpu, what = path.split("/")
-    if what == "training":
-        return training_table(results / gpu)
+    if what in FOLDER_TABLES:
+        return FOLDER_TABLES[what](results / gpu)
     report = results / gpu / f"{what}.json"
     if not report.exists():
         return _missing(path)
@@ -129,6 +134,61 @@ def _arm(summary: dict[str, Any], name: str) -> list[str]:
         "-" if memory is None else f"{memory / 2**20:,.0f}",
         "; ".join(f"{row['operator']} ({row['path']}, {row['calls_per_step']:g})" for row in arm["operators"]),
     ]
+
+
+def equivalence_table(folder: Path, prefix: str = "equivalence") -> str:
+    """The differences of each study: interval, smallest difference resolved, verdict."""
+    summaries = _read(folder, prefix)
+    if not summaries:
+        return _missing(f"{folder.name}/{prefix}")
+    rows, captions = [["experiment", *equivalence.DIFFERENCE_HEADER]], []
+    for experiment, summary in summaries.items():
+        rows += [[experiment, *row] for row in equivalence.difference_rows(summary)]
+        one = summary["trainings"][0]
+        size = f"{one['steps']:,} steps, {one['units'] / 1e6:.2f}M {summary['unit']} a training"
+        captions.append(f"{experiment}: {size}; {_conditions(summary, summary['commits'])}.")
+    return "\n\n".join([_lines(rows), *captions])
+
+
+def attribution_table(folder: Path) -> str:
+    """What each slot brings in each experiment, by each clock."""
+    summaries = _read(folder, "attribution")
+    if not summaries:
+        return _missing(f"{folder.name}/attribution")
+    rows, captions = [["experiment", "clock", *attribution.PART_HEADER]], []
+    for experiment, summary in summaries.items():
+        for clock, found in summary["measures"].items():
+            rows += [[experiment, clock, *row] for row in attribution.part_rows(summary, clock)]
+            step, swapped = found["step_ms"]["value"], found["swapped_step_ms"]["value"]
+            captions.append(
+                f"{experiment}, {attribution.CLOCKS[clock]}: {step:.3f} ms a stock step, {swapped:.3f} ms all swapped, "
+                f"{found['rounds']} rounds, widest interval {found['widest']:.1%} of the step."
+            )
+        commits = [summary["versions"]["git"] or "unknown"]
+        captions.append(f"{experiment}: {_conditions(summary, commits)}. `{summary['command']}`.")
+    return "\n\n".join([_lines(rows), *captions])
+
+
+def _read(folder: Path, prefix: str) -> dict[str, Any]:
+    """The results of a kind in a folder, by experiment."""
+    return {
+        path.stem.removeprefix(f"{prefix}_"): json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob(f"{prefix}_*.json"))
+    }
+
+
+def _conditions(summary: dict[str, Any], commits: list[str]) -> str:
+    versions = summary["versions"]
+    found = (f"{name} {versions[name]}" for name in ("fusedops", "torch", "triton") if versions.get(name))
+    return ", ".join([summary["device"], summary["precision"], *found, *(f"commit {c[:12]}" for c in commits)])
+
+
+FOLDER_TABLES: dict[str, Callable[[Path], str]] = {
+    "training": training_table,
+    "equivalence": equivalence_table,
+    "faults": lambda folder: equivalence_table(folder, "faults"),
+    "attribution": attribution_table,
+}
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"default: {' '.join(EXPERIMENTS)}")
     arguments.add_argument("--out", type=Path, default=RESULTS, help="default: benchmarks/results")
-    own, overrides = _split(sys.argv[1:])
+    own, overrides = split_overrides(sys.argv[1:])
     options = arguments.parse_args(own)
     failed = [name for name in options.experiments or EXPERIMENTS if not run(name, overrides, options.out)]
     for name in failed:
@@ -35,7 +35,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+def split_overrides(argv: list[str]) -> tuple[list[str], list[str]]:
     """The arguments before and after "--"."""
     if "--" not in argv:
         return argv, []
@@ -55,12 +55,16 @@ def run(experiment: str, overrides: list[str], results: Path) -> bool:
     return True
 
 
+def folder_of(device: str) -> str:
+    """The folder of a device's results: nvidia-h200; of a CPU without its model and threads."""
+    return "-".join(device.split(" (")[0].lower().split())
+
+
 def keep(directory: Path, results: Path, experiment: str, command: str) -> Path:
     """Copy a run's files into the results; summary.json gets its command."""
     summary = json.loads((directory / "summary.json").read_text())
     summary["command"] = command
-    name = summary["device"].split(" (")[0]  # of a CPU, without its threads
-    target = results / "-".join(name.lower().split()) / experiment
+    target = results / folder_of(summary["device"]) / experiment
     target.mkdir(parents=True, exist_ok=True)
     for name in KEPT:
         shutil.copyfile(directory / name, target / name)

@@ -95,20 +95,22 @@ class Study:
 
     comparisons  makes, of a pair's seed, the comparison of its arms: with weights and a task of that seed. Its
                  eval_every and early_stop do not count: a training is evaluated at its end alone.
-    stock        the name of the arm of stock operators among them.
+    arms         the names of its arms, that of the stock operators first.
     resolved     the configuration that they come from.
     """
 
     def __init__(
         self,
         comparisons: Callable[[int], Comparison],
-        stock: str,
+        arms: Sequence[str],
         device: torch.device,
         resolved: Mapping[str, Any],
         console: Console,
         stop: StopSignal,
     ) -> None:
-        self.stock, self.device, self.resolved, self.console = stock, device, resolved, console
+        self.stock, self.device, self.resolved, self.console = arms[0], device, resolved, console
+        self.trainings = (*arms[1:], self.stock, redrawn(self.stock))
+        """The names of a pair's trainings, in order: the arms, stock the last of them, and stock'."""
         self.conditions = conditions(resolved, device)
         """See `Outcome`."""
         self._comparisons, self._stop = comparisons, stop
@@ -121,11 +123,6 @@ class Study:
         if seed != self._seed:
             self._seed, self._comparison = seed, self._comparisons(seed)
         return self._comparison
-
-    def trainings(self, seed: int) -> tuple[str, ...]:
-        """The names of a pair's trainings, in order: the arms, stock the last of them, and stock'."""
-        arms = [arm.name for arm in self.comparison(seed).arms if arm.name != self.stock]
-        return (*arms, self.stock, redrawn(self.stock))
 
     def train(self, seed: int, name: str) -> Outcome:
         """One training of the pair of a seed, by its name.
@@ -376,7 +373,7 @@ def run(study: Study, seeds: Sequence[int], margin: float, directory: Path, trac
     tracker.start("equivalence")
     for seed in seeds:
         done = {outcome.training for outcome in outcomes if outcome.seed == seed}
-        for name in study.trainings(seed):
+        for name in study.trainings:
             if name not in done:
                 outcomes.append(study.train(seed, name))
                 write_atomically(path, "".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
