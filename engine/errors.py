@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import signal
 from collections.abc import Iterable
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -99,3 +99,27 @@ def _expected(error: ValidationError) -> str | None:
 
 CONFIGURATION_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
 """What `explain` explains."""
+
+
+class Failure(NamedTuple):
+    """How a program ends that cannot go on."""
+
+    message: str
+    exit_code: int
+
+
+def failure(error: BaseException, overrides: Iterable[str] = ()) -> Failure | None:
+    """What to tell of an error that a user is meant to read; None for one that is a fault of the program.
+
+    overrides: the command line's, to say which of them was meant.
+    """
+    if isinstance(error, CONFIGURATION_ERRORS):
+        return Failure(explain(error, overrides), 2)
+    if isinstance(error, RunError):
+        return Failure(f"the run stopped: {error}", 1)
+    if is_out_of_memory(error):
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        return Failure(f"the run stopped: out of memory: {reason}", 1)
+    if isinstance(error, OSError):  # a full disk, a run directory that cannot be made
+        return Failure(f"the run stopped: {error}", 1)
+    return None
