@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
+from engine import compilation
 from engine.config import TrainConfig
 from engine.errors import ConfigError
 from engine.step import Stepper, StepResult
@@ -90,6 +91,8 @@ class ClosureStepper(Stepper):
                 return known
         self._optimizer.zero_grad(set_to_none=True)
         loss = self._accumulate(self._batches)
+        if compilation.is_graphed(self.model):
+            compilation.own_gradients(self._parameters)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         self._evaluated.append(_Evaluation(now, loss, gradients))
         return self._evaluated[-1]
