@@ -92,12 +92,10 @@ class Rows:
                 yield Document(f"{self._name}, row {self._row}", self._text(row))
 
     def _rows(self) -> Generator[dict[str, Any], None, None]:
-        from datasets.exceptions import DatasetGenerationError
-
         rows = iter(self._dataset)
         try:
             yield from rows
-        except (ValueError, OSError, DatasetGenerationError) as error:
+        except (ValueError, OSError, library().exceptions.DatasetGenerationError) as error:
             raise ValueError(self._explain() or f"{self._name}: cannot be read: {first_line(error)}") from error
         finally:
             if isinstance(rows, Generator):
@@ -139,6 +137,18 @@ class Reader:
     def state(self) -> State:
         """Where it stands: after the document that was given last."""
         return {"part": self._index, "inner": self._parts[self._index].state() if self._started else self._inner}
+
+
+def library() -> Any:
+    """The package `datasets`, which plain text does without. Raises ValueError where it is not installed."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            "JSON Lines, Parquet and data sets of the Hub are read by the package datasets, which is not installed "
+            f"({error}); data=stdlib and files of plain text need none"
+        ) from error
+    return datasets
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,20 +217,23 @@ def file_parts(files: Sequence[tuple[Path, str]], field: str) -> list[Part]:
 
 
 def _rows_of(file: Path, kind: str, field: str) -> Rows:
-    def load() -> Any:
-        import datasets
+    datasets = library()
 
+    def load() -> Any:
         # What it would log is in the error that it raises.
         logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
         # A streamed file is read where it lies; the folder gets nothing but locks.
         with tempfile.TemporaryDirectory(prefix="fusedops-data-") as folder:
-            return datasets.load_dataset(
-                "json" if kind == JSON_LINES else "parquet",
-                data_files=glob.escape(str(file.resolve())),
-                split="train",
-                streaming=True,
-                cache_dir=folder,
-            )
+            try:
+                return datasets.load_dataset(
+                    "json" if kind == JSON_LINES else "parquet",
+                    data_files=glob.escape(str(file.resolve())),
+                    split="train",
+                    streaming=True,
+                    cache_dir=folder,
+                )
+            except (ValueError, OSError) as error:
+                raise ValueError(f"{file}: cannot be read: {first_line(error)}") from error
 
     return Rows(str(file), field, load, (lambda: malformed_line(file)) if kind == JSON_LINES else lambda: None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from models.transformer.data.documents import Rows
+from models.transformer.data.documents import Rows, library
 from models.transformer.data.network import offline, require_network
 from models.transformer.data.tokens import first_line
 
@@ -24,16 +24,15 @@ def hub_part(name: str, config: str | None, split: str, field: str, streaming: b
     asked = f"data.name={name}"
     if not Path(name).expanduser().is_dir():
         require_network(asked, ALTERNATIVES)
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
+    datasets = library()
 
     def load() -> Any:
         try:
-            return load_dataset(name, config, split=split, streaming=streaming)
+            return datasets.load_dataset(name, config, split=split, streaming=streaming)
         except ConnectionError as error:
             where = f"it is not in the cache ({offline()} is set)" if offline() else first_line(error)
             raise ConnectionError(f"{asked}: {where}\n{ALTERNATIVES}") from error
-        except (ValueError, OSError, DatasetGenerationError) as error:
+        except (ValueError, OSError, datasets.exceptions.DatasetGenerationError) as error:
             details = f"{asked} data.config={config} {key}={split}"
             raise ValueError(f"{details}: {first_line(error)}") from error
 

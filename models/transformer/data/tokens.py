@@ -130,7 +130,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
             tokenizer = AutoTokenizer.from_pretrained(str(path) if path.exists() else name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # what a damaged file makes the package tokenizers raise is nothing narrower
         raise ValueError(f"{key}: no tokenizer could be read: {first_line(error)}") from error
     return HuggingFaceTokenizer(name, tokenizer)
 
