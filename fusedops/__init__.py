@@ -1,10 +1,19 @@
 """Fused Triton operators registered with PyTorch."""
 
 from fusedops.operators.flash_attention import flash_attention
+from fusedops.operators.laplacian3d import laplacian3d, laplacian3d_adjoint
 from fusedops.operators.linear_gelu_dropout import linear_gelu_dropout
 from fusedops.operators.silu import silu
 from fusedops.operators.silu_mul import silu_mul
 from fusedops.operators.smooth_relu import smooth_relu
 
 __version__ = "0.1.0"
-__all__ = ["flash_attention", "linear_gelu_dropout", "silu", "silu_mul", "smooth_relu"]
+__all__ = [
+    "flash_attention",
+    "laplacian3d",
+    "laplacian3d_adjoint",
+    "linear_gelu_dropout",
+    "silu",
+    "silu_mul",
+    "smooth_relu",
+]

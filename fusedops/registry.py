@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from fusedops.operators.flash_attention import flash_attention_backward_operator, flash_attention_operator
+from fusedops.operators.forward_laplacian_activation import (
+    forward_laplacian_activation_backward_operator,
+    forward_laplacian_activation_operator,
+)
+from fusedops.operators.forward_laplacian_layers import (
+    forward_laplacian_input_backward_operator,
+    forward_laplacian_input_operator,
+    forward_laplacian_output_backward_operator,
+    forward_laplacian_output_operator,
+)
+from fusedops.operators.laplacian3d import laplacian3d_adjoint_operator, laplacian3d_operator
 from fusedops.operators.linear_gelu_dropout import gelu_dropout_backward_operator, linear_gelu_dropout_operator
 from fusedops.operators.silu import silu_backward_operator, silu_operator
 from fusedops.operators.silu_mul import silu_mul_backward_operator, silu_mul_operator
@@ -22,6 +33,14 @@ OPERATORS: dict[str, Operator] = {
         gelu_dropout_backward_operator,
         flash_attention_operator,
         flash_attention_backward_operator,
+        laplacian3d_operator,
+        laplacian3d_adjoint_operator,
+        forward_laplacian_activation_operator,
+        forward_laplacian_activation_backward_operator,
+        forward_laplacian_input_operator,
+        forward_laplacian_input_backward_operator,
+        forward_laplacian_output_operator,
+        forward_laplacian_output_backward_operator,
     )
 }
 
