@@ -15,6 +15,7 @@ says anything about the operators.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import multiprocessing
@@ -242,8 +243,9 @@ def do(jobs: list[Job], results: dict[Request, Result], jobs_per_gpu: int, budge
                 fitting = [job for job in pending if pace.estimate(job) <= left] if worker.job is None else []
                 if fitting:
                     worker.job, worker.started = fitting[0], time.monotonic()
-                    worker.connection.send(worker.job)
                     pending.remove(worker.job)
+                    with contextlib.suppress(OSError):  # of a process that died: there is an end to receive then
+                        worker.connection.send(worker.job)
             busy = {worker.connection: worker for worker in workers if worker.job is not None}
             ready = wait(busy, timeout=None if math.isinf(left) else max(0.0, left)) if busy else []
             if not ready:
@@ -256,7 +258,7 @@ def do(jobs: list[Job], results: dict[Request, Result], jobs_per_gpu: int, budge
                 job, worker.job = worker.job, None
                 try:
                     answer = worker.connection.recv()
-                except EOFError:
+                except (EOFError, OSError):
                     answer = "its process ended"
                 if isinstance(answer, str):
                     failed += 1

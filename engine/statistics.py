@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -37,6 +38,7 @@ def central_probability(t: float, freedom: int) -> float:
     return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
+@cache
 def t_critical(freedom: int, confidence: float = CONFIDENCE) -> float:
     """The t that |T| exceeds with probability 1 - confidence. Raises ValueError below one degree of freedom."""
     if freedom < 1:
