@@ -7,7 +7,7 @@ import itertools
 import os
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from engine.config import TrainConfig
 from engine.errors import ConfigError, RunError
 from engine.loop import Training, matmul_precision, train_arm
 from engine.metrics import MetricsFile, rewind
-from engine.operators import ModelStep, operator_table
+from engine.operators import operator_table
 from engine.progress import TrainingProgress
 from engine.signals import StopSignal
 from engine.step import autocast, make_stepper, to_device
@@ -197,19 +197,19 @@ class Comparison:
             self._tracker.image(arm.name, name, path)
         if checkpoints is not None and not (resumed and resumed["finished"] and checkpoints.model.is_dir()):
             self._save_model(model, checkpoints.model)
-        self.samples[arm.name] = self._sample(model)
+        self.samples[arm.name] = self._sample(arm, model)
 
     def operators_of(self, arm: Arm) -> list[dict[str, Any]]:
         """The arm's table of operators."""
         return operator_table(arm, self.step_of(arm, graphs=False))
 
-    def step_of(self, arm: Arm, graphs: bool = True) -> ModelStep:
+    def step_of(self, arm: Arm, graphs: bool = True) -> Callable[[], object]:
         """Training steps of the arm on its first batch, on a model of their own; graphs as for `build`."""
         torch.manual_seed(self.train.seed)
         model = self.build(arm, graphs)
         stepper = make_stepper(self.task, model, self.task.phases()[0], self.train, self.device)
         batches = [to_device(batch, self.device) for batch in self.first_step]
-        return ModelStep(model, lambda: stepper(*batches))
+        return lambda: stepper(*batches)
 
     def release(self) -> None:
         """Give back the memory of models that are gone, so that the next arm's peak is its own."""
@@ -229,12 +229,12 @@ class Comparison:
         }
         return ArmCheckpoints(self._directory / arm.name, identity)
 
-    def _sample(self, model: nn.Module) -> dict[str, str]:
+    def _sample(self, arm: Arm, model: nn.Module) -> dict[str, str]:
         """What the trained model makes of the task's prompts, as if it had not been compiled: lengths vary."""
         if not self.train.sample_tokens:
             return {}
         model.eval()
-        with eager(model), autocast(self.device, self.train.precision):
+        with eager(arm), autocast(self.device, self.train.precision):
             return self.task.samples(unwrapped(model), self.train.sample_tokens)
 
     def _save_model(self, model: nn.Module, directory: Path) -> None:

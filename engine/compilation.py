@@ -10,6 +10,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -51,17 +52,10 @@ def has_graphs(arm: Arm, device: torch.device) -> bool:
     return arm.backend == "inductor" and device.type == "cuda" and MODES.get(arm.compile_mode) in WITHOUT_GRAPHS
 
 
-@contextlib.contextmanager
-def eager(model: nn.Module) -> Iterator[None]:
-    """Inside, the model runs as if it had not been compiled."""
-    kept = [(module, module._compiled_call_impl) for module in model.modules()]
-    for module, _ in kept:
-        module._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for module, call in kept:
-            module._compiled_call_impl = call
+def eager(arm: Arm) -> AbstractContextManager[object]:
+    """Inside, the arm's models run as if they were not compiled."""
+    # Nothing of the compiler is imported for an arm that has no use for it.
+    return torch.compiler.set_stance("force_eager") if arm.compile_mode != "none" else contextlib.nullcontext()
 
 
 def is_graphed(model: nn.Module) -> bool:

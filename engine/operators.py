@@ -19,26 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.profiler_util import FunctionEvent
 
-from engine import compilation
 from engine.arms import Arm
+from engine.compilation import eager
 from engine.errors import RunError
 from fusedops import counting
 
 NAMESPACE = "fusedops::"
-
-
-@dataclass(frozen=True)
-class ModelStep:
-    """A training step of an arm that can be repeated, and the model it trains."""
-
-    model: nn.Module
-    run: Callable[[], object]
-
-    def __call__(self) -> object:
-        return self.run()
 
 
 @dataclass(frozen=True)
@@ -58,7 +46,7 @@ class _Seen:
 def operator_table(arm: Arm, step: Callable[[], object]) -> list[dict[str, Any]]:
     """A row for each operator of each slot: slot, implementation, operator, path, calls_per_step.
 
-    step: one training step of the arm, run three times; of a compiled arm a `ModelStep` without CUDA graphs, whose
+    step: one training step of the arm, run three times, or six if the arm is compiled; without CUDA graphs, whose
     replays show no operators. Raises RunError where the two witnesses disagree, or where a slot ran none of its
     operators.
     """
@@ -67,8 +55,7 @@ def operator_table(arm: Arm, step: Callable[[], object]) -> list[dict[str, Any]]
         seen = _observe(step, operators)
         calls = {operator: seen.calls(operator) for operator in operators}
     else:
-        assert isinstance(step, ModelStep)
-        with compilation.eager(step.model):
+        with eager(arm):
             uncompiled = _observe(step, operators)
         seen = _observe(step, operators)
         calls = {name: _compiled_calls(name, uncompiled, seen, arm.backend) for name in operators}
@@ -117,14 +104,14 @@ def _calls_by_path(operator: str, counted: Counter[tuple[str, str]], profiled: C
 
 def _compiled_calls(operator: str, uncompiled: _Seen, compiled: _Seen, backend: str) -> dict[str, int]:
     """Calls by path of a compiled step; what the compiler took over, under its name and as often as in eager."""
-    calls, eager = dict(compiled.calls(operator)), uncompiled.calls(operator)
+    calls, without = dict(compiled.calls(operator)), uncompiled.calls(operator)
     if not operator.startswith(NAMESPACE):
-        if eager and not calls:
-            calls[backend] = eager["stock"]
+        if without and not calls:
+            calls[backend] = without["stock"]
         return calls
-    if "stock" in eager:
-        calls["stock"] = eager["stock"]  # a fallback is announced when it is traced, which was before this step
-    ran = sum(n for path, n in eager.items() if path != "stock")
+    if "stock" in without:
+        calls["stock"] = without["stock"]  # a fallback is announced when it is traced, which was before this step
+    ran = sum(n for path, n in without.items() if path != "stock")
     if ran and not calls.keys() - {"stock"}:
         handed_over = {name for name, path in counting.executed() if path == "inductor"}
         name = operator.removeprefix(NAMESPACE)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engine.config import TrainConfig
 from engine.errors import ConfigError
 from engine.task import Batch, Phase, Task
-from fusedops.slots.laplacian import Grid, Points
+from fusedops.slots.laplacian import Grid, Points, laplacian_native
 from models.pinn import data, problems
 from models.pinn.config import ModelConfig, ProblemConfig
 from models.pinn.model import PINN, PINNOps
@@ -79,7 +79,7 @@ class PINNTask(Task):
         self._other_grid: Grid | None = None
         if problem.sampling == "grid":
             self.grid = data.grid(self.problem, batch_size, problem.order)
-            self._other_grid = data.grid(self.problem, (self.grid.shape[0] - 1) ** len(self.grid.shape), problem.order)
+            self._other_grid = data.grid(self.problem, (self.grid.shape[0] + 1) ** len(self.grid.shape), problem.order)
         self._resample = problem.sampling != "grid" and problem.resample is not False
         self._first = self.batch(0)
 
@@ -105,7 +105,8 @@ class PINNTask(Task):
             with torch.no_grad():
                 self._residual(model, self._first["interior"], self.grid)
         except ValueError as error:
-            raise ConfigError(f"ops.laplacian with problem.sampling={self.settings.sampling}: {error}") from error
+            hint = "" if self.grid is not None else "; set problem.sampling=grid"
+            raise ConfigError(f"problem.sampling={self.settings.sampling}: {error}{hint}") from error
 
     def batch(self, step: int, rank: int = 0) -> Batch:
         # L-BFGS keeps the points that the first step after Adam would have had.
@@ -123,6 +124,20 @@ class PINNTask(Task):
 
     def units(self, batch: Batch) -> int:
         return len(batch["interior"])
+
+    def compile(self, model: nn.Module, **options: Any) -> None:
+        """Compile the jet, and forward, which the boundary and the metric take.
+
+        Raises ConfigError for the native Laplacian: torch.compile has no gradient of a compiled gradient.
+        """
+        assert isinstance(model, PINN)
+        if model.ops.laplacian is laplacian_native:
+            raise ConfigError(
+                "compile: laplacian=native nests gradients, which torch.compile cannot compile; "
+                "compiled arms need another ops.laplacian, and baseline=none"
+            )
+        model.jet = torch.compile(model.jet, **options)  # type: ignore[method-assign]
+        model.compile(**options)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         return self._loss(model, batch, self.grid), len(batch["interior"])
