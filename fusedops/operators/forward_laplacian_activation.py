@@ -11,7 +11,7 @@ on each of the D + 2 channels alike; an activation f maps
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -183,8 +183,9 @@ def _bias_gradient(gz: Tensor, bias: Tensor | None) -> Tensor | None:
     return None if bias is None else gz[0].reshape(math.prod(gz.shape[1:-1]), gz.shape[-1]).sum(0)
 
 
-def _computing(*tensors: Tensor | None) -> list[Any]:
-    return [None if tensor is None else pointwise.computing(tensor) for tensor in tensors]
+def computed(function: Callable[..., Any], *args: Any) -> Any:
+    """The function of these arguments, with tensors in the dtype of the arithmetic."""
+    return function(*(pointwise.computing(a) if isinstance(a, Tensor) else a for a in args))
 
 
 def _with_bias(tangent: Tensor | None, bias: Tensor | None, like: Tensor) -> Tensor:
@@ -204,7 +205,7 @@ def _backward_check(grad: Tensor, z: Tensor, bias: Tensor | None, activation: st
 
 
 def _backward_cpu(grad: Tensor, z: Tensor, bias: Tensor | None, activation: str, spatial: int) -> Tensor:
-    return activation_backward_stock(*_computing(grad, z, bias), activation, spatial).to(z.dtype)
+    return computed(activation_backward_stock, grad, z, bias, activation, spatial).to(z.dtype)
 
 
 def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -215,17 +216,15 @@ def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward_of_backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
     grad, z, bias = ctx.saved_tensors
-    u_, grad_, z_, bias_ = _computing(u, grad, z, bias)
-    through_grad = activation_tangent(u_, z_, bias_, ctx.activation, ctx.spatial).to(z.dtype)
-    through_z = activation_hessian(u_, grad_, z_, bias_, ctx.activation, ctx.spatial).to(z.dtype)
+    through_grad = computed(activation_tangent, u, z, bias, ctx.activation, ctx.spatial).to(z.dtype)
+    through_z = computed(activation_hessian, u, grad, z, bias, ctx.activation, ctx.spatial).to(z.dtype)
     return through_grad, through_z, _bias_gradient(through_z, bias), None, None
 
 
 def _jvp_of_backward(ctx: Any, grad_t: Tensor | None, z_t: Tensor | None, bias_t: Tensor | None, *_: None) -> Tensor:
     grad, z, bias = ctx.saved_tensors
     u = _with_bias(z_t, bias_t, z)
-    u_, grad_, z_, bias_ = _computing(u, grad, z, bias)
-    tangent = activation_hessian(u_, grad_, z_, bias_, ctx.activation, ctx.spatial).to(z.dtype)
+    tangent = computed(activation_hessian, u, grad, z, bias, ctx.activation, ctx.spatial).to(z.dtype)
     if grad_t is None:
         return tangent
     return tangent + forward_laplacian_activation_backward_operator(grad_t, z, bias, ctx.activation, ctx.spatial)
@@ -257,7 +256,7 @@ forward_laplacian_activation_backward_operator: Operator = register(
 
 
 def _cpu(z: Tensor, bias: Tensor | None, activation: str, spatial: int) -> Tensor:
-    return activation_stock(*_computing(z, bias), activation, spatial).to(z.dtype)
+    return computed(activation_stock, z, bias, activation, spatial).to(z.dtype)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -274,8 +273,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _jvp(ctx: Any, z_t: Tensor | None, bias_t: Tensor | None, *_: None) -> Tensor:
     z, bias = ctx.saved_tensors
-    u, z_, bias_ = _computing(_with_bias(z_t, bias_t, z), z, bias)
-    return activation_tangent(u, z_, bias_, ctx.activation, ctx.spatial).to(z.dtype)
+    u = _with_bias(z_t, bias_t, z)
+    return computed(activation_tangent, u, z, bias, ctx.activation, ctx.spatial).to(z.dtype)
 
 
 forward_laplacian_activation_operator = register(

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedops.operators import pointwise
 from fusedops.operators.forward_laplacian_activation import (
     activation_backward_stock,
     activation_stock,
@@ -23,6 +22,7 @@ from fusedops.operators.forward_laplacian_activation import (
     check_channels,
     check_like,
     check_spatial,
+    computed,
     forward_laplacian_activation,
     forward_laplacian_activation_backward_operator,
 )
@@ -40,10 +40,6 @@ def input_channels(x: Tensor, weight: Tensor) -> Tensor:
     value = F.linear(x, weight)
     firsts = weight.t().unsqueeze(1).expand(-1, x.shape[0], -1).to(value.dtype)
     return torch.cat([value.unsqueeze(0), firsts, torch.zeros_like(value).unsqueeze(0)])
-
-
-def _computing(*tensors: Tensor | None) -> list[Any]:
-    return [None if tensor is None else pointwise.computing(tensor) for tensor in tensors]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,8 +83,8 @@ def _input_backward_reference(
 def _input_backward_cpu(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, spatial: int
 ) -> tuple[Tensor, Tensor]:
-    computed = _input_backward_reference(*_computing(grad, x, weight, bias), activation, spatial)
-    dweight, dbias = (gradient.to(x.dtype) for gradient in computed)
+    gradients = computed(_input_backward_reference, grad, x, weight, bias, activation, spatial)
+    dweight, dbias = (gradient.to(x.dtype) for gradient in gradients)
     return dweight.contiguous(), dbias
 
 
@@ -144,8 +140,7 @@ forward_laplacian_input_backward_operator: Operator = register(
 
 
 def _input_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, spatial: int) -> Tensor:
-    x_, weight_, bias_ = _computing(x, weight, bias)
-    return activation_stock(input_channels(x_, weight_), bias_, activation, spatial).to(x.dtype)
+    return computed(_input_reference, x, weight, bias, activation, spatial).to(x.dtype)
 
 
 def _input_reference(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, spatial: int) -> Tensor:
@@ -179,8 +174,8 @@ def _input_jvp(ctx: Any, x_t: Tensor | None, weight_t: Tensor | None, bias_t: Te
     weight_t = torch.zeros_like(weight) if weight_t is None else weight_t
     value = F.linear(x_t, weight, bias_t) + F.linear(x, weight_t)
     u = torch.cat([value.unsqueeze(0), input_channels(x, weight_t)[1:]])
-    u_, z_, bias_ = _computing(u, input_channels(x, weight), bias)
-    return activation_tangent(u_, z_, bias_, ctx.activation, ctx.spatial).to(x.dtype)
+    z = input_channels(x, weight)
+    return computed(activation_tangent, u, z, bias, ctx.activation, ctx.spatial).to(x.dtype)
 
 
 forward_laplacian_input_operator = register(
@@ -235,8 +230,8 @@ def _output_backward_reference(
 def _output_backward_cpu(
     grad: Tensor, z: Tensor, bias: Tensor | None, weight: Tensor, activation: str, spatial: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    computed = _output_backward_reference(*_computing(grad, z, bias, weight), activation, spatial)
-    gz, dbias, dweight = (gradient.to(z.dtype) for gradient in computed)
+    gradients = computed(_output_backward_reference, grad, z, bias, weight, activation, spatial)
+    gz, dbias, dweight = (gradient.to(z.dtype) for gradient in gradients)
     return gz, dbias, dweight
 
 
@@ -296,7 +291,7 @@ def _output_reference(z: Tensor, bias: Tensor | None, weight: Tensor, activation
 
 
 def _output_cpu(z: Tensor, bias: Tensor | None, weight: Tensor, activation: str, spatial: int) -> Tensor:
-    return _output_reference(*_computing(z, bias, weight), activation, spatial).to(z.dtype)
+    return computed(_output_reference, z, bias, weight, activation, spatial).to(z.dtype)
 
 
 def _output_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -320,7 +315,7 @@ def _output_jvp(ctx: Any, z_t: Tensor | None, bias_t: Tensor | None, weight_t: T
     u = torch.zeros_like(z) if z_t is None else z_t
     if bias_t is not None:
         u = torch.cat([(u[0] + bias_t).unsqueeze(0), u[1:]])
-    a_t = activation_tangent(*_computing(u, z, bias), ctx.activation, ctx.spatial).to(z.dtype)
+    a_t = computed(activation_tangent, u, z, bias, ctx.activation, ctx.spatial).to(z.dtype)
     return a_t @ weight if weight_t is None else a_t @ weight + a @ weight_t
 
 

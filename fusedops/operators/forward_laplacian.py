@@ -1,0 +1,113 @@
+"""forward_laplacian(x, weights, biases): value, gradient and Laplacian of a multilayer perceptron in one forward sweep.
+
+Rules and source are in `fusedops.operators.forward_laplacian_activation`. The products are stock ones, of all D + 2
+channels of all points with one weight at a time; what is between them runs on operators of this library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fusedops.operators.forward_laplacian_activation import (
+    activation_stock,
+    check_like,
+    check_spatial,
+    forward_laplacian_activation,
+)
+from fusedops.operators.forward_laplacian_layers import (
+    MOST_COORDINATES,
+    MOST_UNITS,
+    forward_laplacian_input_operator,
+    forward_laplacian_output_operator,
+    input_channels,
+)
+from fusedops.operators.smooth_activations import check_activation
+from fusedops.registration import FLOATING
+
+
+class Jet(NamedTuple):
+    """A function at N points: value [N], gradient with respect to all D coordinates [N, D], Laplacian [N]."""
+
+    value: Tensor
+    gradient: Tensor
+    laplacian: Tensor
+
+
+def forward_laplacian(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str, spatial: int | None = None
+) -> Jet:
+    """u(x), its gradient and its Laplacian, u a multilayer perceptron of one output: exact, in one forward sweep.
+
+    x: (N, D), any strides. weights: two or more, each (outputs, inputs) as nn.Linear has it, the first of D inputs, the
+    last of one output. biases: one for each weight, (outputs,) or None. One dtype, float16, bfloat16, float32 or
+    float64, and one device. activation: "tanh", "sin", "silu" or "gelu" (the exact one), between the layers. spatial:
+    how many coordinates, the first ones, take part in the Laplacian; all unless given.
+    Returns a Jet: value (N,), gradient (N, D), Laplacian (N,). Differentiable with respect to parameters and points,
+    any order. float32 products are rounded to TF32 only where `torch.backends.cuda.matmul` allows it.
+    Raises TypeError for another or a mixed dtype, ValueError for shapes, devices, an activation or a number of spatial
+    coordinates other than these.
+    """
+    spatial = _check(x, weights, biases, activation, spatial)
+    # Each layer's activation adds the bias of the layer before it, to the value alone.
+    if x.shape[1] <= MOST_COORDINATES:
+        a = forward_laplacian_input_operator(x, weights[0], biases[0], activation, spatial)
+    else:
+        a = forward_laplacian_activation(input_channels(x, weights[0]), biases[0], activation, spatial)
+    for k in range(1, len(weights) - 1):
+        z = _product(a, weights[k])
+        if k == len(weights) - 2 and z.shape[2] <= MOST_UNITS:
+            out = forward_laplacian_output_operator(z, biases[k], weights[-1][0], activation, spatial)
+            return _jet(out, biases[-1])
+        a = forward_laplacian_activation(z, biases[k], activation, spatial)
+    return _jet(_product(a, weights[-1]).squeeze(-1), biases[-1])
+
+
+def forward_laplacian_stock(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str, spatial: int | None = None
+) -> Jet:
+    """The same in stock PyTorch."""
+    spatial = _check(x, weights, biases, activation, spatial)
+    a = activation_stock(input_channels(x, weights[0]), biases[0], activation, spatial)
+    for weight, bias in zip(weights[1:-1], biases[1:-1], strict=True):
+        a = activation_stock(_product(a, weight), bias, activation, spatial)
+    return _jet(_product(a, weights[-1]).squeeze(-1), biases[-1])
+
+
+def _product(a: Tensor, weight: Tensor) -> Tensor:
+    """The channels (C, N, inputs) through a linear layer, one product for all."""
+    channels, points, units = a.shape
+    return (a.reshape(channels * points, units) @ weight.t()).view(channels, points, weight.shape[0])
+
+
+def _jet(out: Tensor, bias: Tensor | None) -> Jet:
+    """out: (D + 2, N)."""
+    value = out[0] if bias is None else out[0] + bias
+    return Jet(value, out[1:-1].t(), out[-1])
+
+
+def _check(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str, spatial: int | None
+) -> int:
+    operator = "forward_laplacian"
+    if x.dtype not in FLOATING:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
+        raise TypeError(f"{operator}: x is {x.dtype}; allowed: {allowed}")
+    if x.dim() != 2 or x.shape[1] < 1:
+        raise ValueError(f"{operator}: x has shape {tuple(x.shape)}; it must be (N, D), D at least 1")
+    if len(weights) < 2 or len(biases) != len(weights):
+        raise ValueError(
+            f"{operator}: {len(weights)} weights and {len(biases)} biases; allowed: two or more, one bias a weight"
+        )
+    inputs = x.shape[1]
+    for k, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        outputs = 1 if k == len(weights) - 1 else weight.shape[0]
+        check_like(operator, f"weights[{k}]", weight, (outputs, inputs), "x", x)
+        check_like(operator, f"biases[{k}]", bias, (outputs,), "x", x)
+        inputs = outputs
+    check_activation(operator, activation)
+    spatial = x.shape[1] if spatial is None else spatial
+    check_spatial(operator, spatial, x.shape[1])
+    return spatial
