@@ -6,6 +6,13 @@ A fused implementation says why it does not support a case, falls back to the na
 from fusedops.operators.silu_mul import silu_mul
 from fusedops.slots.activation import activation_native
 from fusedops.slots.attention import attention_fused, attention_native, attention_unfused
+from fusedops.slots.laplacian import (
+    laplacian_forward,
+    laplacian_forward_native,
+    laplacian_native,
+    laplacian_stencil,
+    laplacian_stencil_native,
+)
 from fusedops.slots.mlp import mlp_fused, mlp_native
 from fusedops.slots.slot import Implementation, Slot, make_slot
 
@@ -32,6 +39,26 @@ SLOTS: dict[str, Slot] = {
             "(gate, up) -> y",
             native=(activation_native, ("aten::silu", "aten::silu_backward")),
             fused=(silu_mul, ("fusedops::silu_mul", "fusedops::silu_mul_backward")),
+        ),
+        make_slot(
+            "laplacian",
+            "(network, points) -> (u, du, lap)",
+            native=(laplacian_native, ("aten::addmm", "aten::mm")),
+            stencil_native=(laplacian_stencil_native, ("aten::addmm", "aten::slice_backward")),
+            stencil=(laplacian_stencil, ("fusedops::laplacian3d", "fusedops::laplacian3d_adjoint")),
+            forward_native=(laplacian_forward_native, ("aten::mm", "aten::cat")),
+            forward=(
+                laplacian_forward,
+                (
+                    "fusedops::forward_laplacian_input",
+                    "fusedops::forward_laplacian_activation",
+                    "fusedops::forward_laplacian_output",
+                    "fusedops::forward_laplacian_input_backward",
+                    "fusedops::forward_laplacian_activation_backward",
+                    "fusedops::forward_laplacian_output_backward",
+                ),
+            ),
+            fused="forward",
         ),
     )
 }

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from fusedops.operators.forward_laplacian import Jet, forward_laplacian, forward_laplacian_stock
+from fusedops.operators.laplacian3d import laplacian3d
+from fusedops.operators.smooth_activations import check_activation
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What the slot's functions take and return
@@ -66,14 +70,6 @@ class Points:
     grid: Grid | None = None
 
 
-class Jet(NamedTuple):
-    """A function at N points: value [N], gradient with respect to all D coordinates [N, D], Laplacian [N]."""
-
-    value: Tensor
-    gradient: Tensor
-    laplacian: Tensor
-
-
 class Transform:
     """An output transform u(x) = a(x) + b(x) N(x) of a network N, which imposes boundary conditions exactly.
 
@@ -92,8 +88,8 @@ class Transform:
     def jets(self, x: Tensor, spatial: int) -> tuple[Jet, Jet]:
         """a and b at x with their derivatives; here by nested autograd."""
         keep_graph = torch.is_grad_enabled() and x.requires_grad
-        a, b = (autograd_jet(lambda x, part=part: self.function(x)[part], x, spatial, keep_graph) for part in (0, 1))
-        return a, b
+        a = autograd_jet(lambda x: self.function(x)[0], x, spatial, keep_graph)
+        return a, autograd_jet(lambda x: self.function(x)[1], x, spatial, keep_graph)
 
 
 class Network(Protocol):
@@ -102,7 +98,7 @@ class Network(Protocol):
     layers: nn.ModuleList
     """nn.Linear, two at least, the last one with one output; `activation` is applied between them."""
     activation: str
-    """One of `fusedops.operators.forward_laplacian.ACTIVATIONS`, which has a stock function for each."""
+    """One of `fusedops.operators.smooth_activations.ACTIVATIONS`, which has a stock function for each."""
     spatial: int
     """How many of the inputs, the first ones, take part in the Laplacian."""
     transform: Transform | None
@@ -138,4 +134,144 @@ def autograd_jet(function: Callable[[Tensor], Tensor], x: Tensor, spatial: int, 
 
 def laplacian_native(network: Network, points: Points) -> Jet:
     """Nested torch.autograd.grad."""
+    check_case("laplacian", network, points)
     return autograd_jet(network, points.x, network.spatial, torch.is_grad_enabled())
+
+
+def laplacian_forward(network: Network, points: Points) -> Jet:
+    """The forward Laplacian on operators of this library."""
+    return _forward(forward_laplacian, network, points)
+
+
+def laplacian_forward_native(network: Network, points: Points) -> Jet:
+    """The forward Laplacian in stock PyTorch."""
+    return _forward(forward_laplacian_stock, network, points)
+
+
+def _forward(sweep: Callable[..., Jet], network: Network, points: Points) -> Jet:
+    check_case("laplacian", network, points)
+    weights = [layer.weight for layer in network.layers]
+    biases = [layer.bias for layer in network.layers]
+    output = sweep(points.x, weights, biases, network.activation, network.spatial)
+    if network.transform is None:
+        return output
+    a, b = network.transform.jets(points.x, network.spatial)
+    return _transformed(a, b, output, network.spatial)
+
+
+def _transformed(a: Jet, b: Jet, output: Jet, spatial: int) -> Jet:
+    """a + b N by the product rule."""
+    across = (b.gradient[:, :spatial] * output.gradient[:, :spatial]).sum(1)
+    return Jet(
+        a.value + b.value * output.value,
+        a.gradient + b.gradient * output.value[:, None] + b.value[:, None] * output.gradient,
+        a.laplacian + b.laplacian * output.value + 2.0 * across + b.value * output.laplacian,
+    )
+
+
+def laplacian_stencil(network: Network, points: Points) -> Jet:
+    """Differences on the points' grid: the network at the nodes and a halo around them, then `fusedops.laplacian3d`.
+
+    Three spatial axes. Raises ValueError for scattered points, and for points that are to be differentiated.
+    """
+    grid = _grid("laplacian=stencil", network, points)
+    if network.spatial != 3:
+        raise ValueError(f"laplacian=stencil: the network has {network.spatial} spatial coordinates; allowed: 3")
+    return _differences(network, grid, points.x, lambda u, spacing: laplacian3d(u, spacing, "valid", grid.order))
+
+
+def laplacian_stencil_native(network: Network, points: Points) -> Jet:
+    """The same by slices in stock PyTorch, of any number of spatial axes."""
+    grid = _grid("laplacian=stencil_native", network, points)
+
+    def laplacian(u: Tensor, spacing: tuple[float, ...]) -> Tensor:
+        first = u.dim() - len(spacing)
+        terms = [_second_difference(u, first, first + k, h, grid.order) for k, h in enumerate(spacing)]
+        return sum(terms[1:], start=terms[0])
+
+    return _differences(network, grid, points.x, laplacian)
+
+
+# Central differences (Fornberg 1988): the weights of the nodes at distances 0, 1, 2, of the nodes behind with the sign
+# changed where the derivative is the first.
+_FIRST = {2: (0.0, 1 / 2), 4: (0.0, 2 / 3, -1 / 12)}
+_SECOND = {2: (-2.0, 1.0), 4: (-5 / 2, 4 / 3, -1 / 12)}
+
+
+def _shifted(u: Tensor, first_axis: int, axis: int, shift: int, halo: int) -> Tensor:
+    """u without its halo along the axes from `first_axis` on, moved by `shift` nodes along `axis`."""
+    index: list[slice] = [slice(None)] * u.dim()
+    for k in range(first_axis, u.dim()):
+        start = halo + (shift if k == axis else 0)
+        index[k] = slice(start, start + u.shape[k] - 2 * halo)
+    return u[tuple(index)]
+
+
+def _first_difference(u: Tensor, axis: int, h: float, order: int) -> Tensor:
+    terms = [
+        (_shifted(u, 0, axis, k, order // 2) - _shifted(u, 0, axis, -k, order // 2)) * (weight / h)
+        for k, weight in enumerate(_FIRST[order])
+        if k
+    ]
+    return sum(terms[1:], start=terms[0])
+
+
+def _second_difference(u: Tensor, first_axis: int, axis: int, h: float, order: int) -> Tensor:
+    halo, weights = order // 2, _SECOND[order]
+    total = _shifted(u, first_axis, axis, 0, halo) * weights[0]
+    for k, weight in enumerate(weights[1:], start=1):
+        total = total + weight * (_shifted(u, first_axis, axis, k, halo) + _shifted(u, first_axis, axis, -k, halo))
+    return total / h**2
+
+
+def _differences(
+    network: Network, grid: Grid, x: Tensor, laplacian: Callable[[Tensor, tuple[float, ...]], Tensor]
+) -> Jet:
+    """laplacian: (u [others..., spatial..., a halo around the latter], spacing) -> the Laplacian without the halo."""
+    halo, others = grid.order // 2, len(grid.shape) - network.spatial
+    u = network(grid.nodes(network.spatial, x.device, x.dtype, halo)).view([n + 2 * halo for n in grid.shape])
+    gradient = [_first_difference(u, axis, h, grid.order) for axis, h in enumerate(grid.spacing)]
+    inside = u[tuple(slice(halo, n + halo) for n in grid.shape[:others])]
+    return Jet(
+        _shifted(u, 0, 0, 0, halo).reshape(-1),
+        torch.stack([part.reshape(-1) for part in gradient[others:] + gradient[:others]], dim=1),
+        laplacian(inside, grid.spacing[others:]).reshape(-1),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
+
+
+def check_case(where: str, network: Network, points: Points) -> None:
+    """Raise ValueError, beginning with `where`, for a network or points that the slot is not made for."""
+    check_activation(where, network.activation)
+    x, layers = points.x, network.layers
+    if len(layers) < 2 or layers[-1].out_features != 1:
+        raise ValueError(
+            f"{where}: the network has {len(layers)} layers, the last one of {layers[-1].out_features} outputs; "
+            "allowed: two layers or more, the last one of one output"
+        )
+    if x.dim() != 2 or x.shape[1] != layers[0].in_features:
+        raise ValueError(
+            f"{where}: points.x has shape {tuple(x.shape)}; allowed: (N, {layers[0].in_features}), the network's inputs"
+        )
+    if not 1 <= network.spatial <= x.shape[1]:
+        raise ValueError(f"{where}: network.spatial is {network.spatial}; allowed: 1 to {x.shape[1]}, its inputs")
+
+
+def _grid(where: str, network: Network, points: Points) -> Grid:
+    """The points' grid. Raises ValueError where there is none, or one that does not go with points or network."""
+    check_case(where, network, points)
+    grid, x = points.grid, points.x
+    if grid is None:
+        raise ValueError(
+            f"{where}: points.grid is None, the points are scattered; differences need the nodes of a grid"
+        )
+    if len(grid.shape) != x.shape[1] or math.prod(grid.shape) != x.shape[0]:
+        raise ValueError(
+            f"{where}: points.grid has shape {grid.shape}, points.x {tuple(x.shape)}; x must be the grid's nodes"
+        )
+    if x.requires_grad:
+        raise ValueError(f"{where}: points.x requires a gradient; differences are taken at fixed nodes and give none")
+    return grid

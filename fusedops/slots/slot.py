@@ -28,7 +28,10 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Slot:
-    """A slot: its name, the signature of its implementations, and these by name ("native" and "fused" among them)."""
+    """A slot: its name, the signature of its implementations, and these by name ("native" and "fused" among them).
+
+    A name may be an alias: it leads to an implementation that has another name, which is the one tables show.
+    """
 
     name: str
     signature: str
@@ -43,6 +46,7 @@ class Slot:
         return self.implementations[name]
 
 
-def make_slot(name: str, signature: str, **implementations: tuple[Callable[..., Any], tuple[str, ...]]) -> Slot:
-    """A slot of these implementations: name=(function, the operators a profile of it shows)."""
-    return Slot(name, signature, {n: Implementation(name, n, f, ops) for n, (f, ops) in implementations.items()})
+def make_slot(name: str, signature: str, **implementations: tuple[Callable[..., Any], tuple[str, ...]] | str) -> Slot:
+    """A slot of these implementations: name=(function, operators that a profile shows), or alias=the name meant."""
+    own = {n: Implementation(name, n, *given) for n, given in implementations.items() if not isinstance(given, str)}
+    return Slot(name, signature, {n: own[g if isinstance(g, str) else n] for n, g in implementations.items()})
