@@ -207,6 +207,7 @@ class _ArmTraining:
         self._stream: StreamState | None = None
         self._on_device: list[StepResult] = []
         self._logged = self._lines = 0  # steps that a line of the log covers; lines
+        self._norm = 0.0  # of the latest step's gradient
         self._best_weights: dict[str, Tensor] | None = None
         self._saved: tuple[int, int, bool] | None = None
 
@@ -388,6 +389,7 @@ class _ArmTraining:
             "stream": self._stream,
             "training": training | {"losses": torch.tensor(training["losses"], dtype=torch.float64)},
             "logged": self._logged,
+            "norm": self._norm,
             "lines": self._lines,
             "elapsed": self._clock.total,
         }
@@ -405,7 +407,7 @@ class _ArmTraining:
         self._result = Training(**training | {"losses": training["losses"].tolist()})
         self._step = self._first = len(self._result.losses)
         self._phase, self._stream, self._best_weights = state["phase"], state["stream"], state["best_weights"]
-        self._logged, self._lines = state["logged"], state["lines"]
+        self._logged, self._lines, self._norm = state["logged"], state["lines"], state["norm"]
         self._saved = (self._step, len(self._result.validation), state["finished"])
         self._clock.total = state["elapsed"]
 
