@@ -187,6 +187,7 @@ class TransformerTask(Task):
             generated = transformer.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
+                min_new_tokens=1,
                 max_new_tokens=length,
                 do_sample=True,
                 temperature=SAMPLE_TEMPERATURE,
