@@ -203,11 +203,14 @@ class Comparison:
         """The arm's table of operators."""
         return operator_table(arm, self.step_of(arm, graphs=False))
 
-    def step_of(self, arm: Arm, graphs: bool = True) -> Callable[[], object]:
-        """Training steps of the arm on its first batch, on a model of their own; graphs as for `build`."""
+    def step_of(self, arm: Arm, graphs: bool = True, phase: Phase | None = None) -> Callable[[], object]:
+        """Training steps of the arm on its first batch, on a model of their own; graphs as for `build`.
+
+        phase: the rule by which it is trained, instead of the task's first phase.
+        """
         torch.manual_seed(self.train.seed)
         model = self.build(arm, graphs)
-        stepper = make_stepper(self.task, model, self.task.phases()[0], self.train, self.device)
+        stepper = make_stepper(self.task, model, phase or self.task.phases()[0], self.train, self.device)
         batches = [to_device(batch, self.device) for batch in self.first_step]
         return lambda: stepper(*batches)
 
