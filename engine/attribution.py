@@ -44,7 +44,7 @@ from engine.loop import matmul_precision
 from engine.report import Table, write_atomically
 from engine.signals import StopSignal
 from engine.slot_times import SlotProfile
-from engine.step import make_stepper, to_device
+from engine.task import Phase
 from engine.tracking import Tracker
 from fusedops.benchmark.environment import versions
 
@@ -146,8 +146,8 @@ def capture(step: Callable[[], object], device: torch.device) -> Callable[[], ob
     return graph.replay
 
 
-def capturable_step(comparison: Comparison, arm: Arm) -> Callable[[], object]:
-    """A training step whose optimizers keep on the GPU what a captured step needs there."""
+def capturable(phase: Phase) -> Phase:
+    """The phase with optimizers that keep on the GPU what a captured step needs there."""
 
     def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
         made = phase.optimizers(model)
@@ -156,11 +156,7 @@ def capturable_step(comparison: Comparison, arm: Arm) -> Callable[[], object]:
                 group["capturable"] = True
         return made
 
-    task, device = comparison.task, comparison.device
-    phase = task.phases()[0]
-    stepper = make_stepper(task, comparison.build(arm), replace(phase, optimizers=optimizers), comparison.train, device)
-    batch = to_device(task.batch(0), device)
-    return lambda: stepper(batch)
+    return replace(phase, optimizers=optimizers)
 
 
 def statistics(seconds: Mapping[Subset, NDArray[np.float64]], slots: Sequence[str]) -> dict[str, Any]:
@@ -261,9 +257,10 @@ def run(
         reason = why_not_captured(comparison, arm)
         if reason is None:
             graphs: dict[Subset, Callable[[], object]] = {}
+            phase = capturable(comparison.task.phases()[0])
             try:
                 for subset, each in arms.items():
-                    graphs[subset] = capture(capturable_step(comparison, each), device)
+                    graphs[subset] = capture(comparison.step_of(each, phase=phase), device)
             except RuntimeError as error:
                 reason = f"a step could not be captured: {str(error).splitlines()[0]}"
             else:

@@ -80,7 +80,9 @@ def outcome(seed: int, training: str, loss: float) -> Outcome:
 def summary_of(losses: np.ndarray, margin: float = 0.01) -> dict:
     """Of an array [pairs, (fused, native, native')]."""
     names = ("fused", "native", "native'")
-    outcomes = [outcome(k, name, float(loss)) for k, row in enumerate(losses) for name, loss in zip(names, row)]
+    outcomes = [
+        outcome(k, name, float(loss)) for k, row in enumerate(losses) for name, loss in zip(names, row, strict=True)
+    ]
     return summarize(outcomes, ["fused"], "native", margin)
 
 
