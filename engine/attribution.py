@@ -329,7 +329,7 @@ def part_rows(summary: Mapping[str, Any], measured: str) -> list[tuple[str, ...]
     def ms(interval: Mapping[str, float]) -> str:
         return f"{interval['value']:+.3f} [{interval['low']:+.3f}, {interval['high']:+.3f}]"
 
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for slot, part in found["slots"].items():
         gained = part["share_of_gain"]
         rows.append(

@@ -30,7 +30,7 @@ from engine.operators import operator_table
 from engine.progress import TrainingProgress
 from engine.signals import StopSignal
 from engine.step import autocast, make_stepper, to_device
-from engine.task import Batch, Task
+from engine.task import Batch, Phase, Task
 from engine.tracking import Tracker
 
 
