@@ -24,6 +24,8 @@ MODES = {"default": "default", "max_autotune": "max-autotune", "reduce_overhead"
 WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 RECOMPILE_LIMIT = 64
 """Versions of the model's code that may be compiled: each arm has one for training and some for evaluation."""
+REASON_LINES = 3
+"""Of an error of the compiler, which explain at length how to find its cause."""
 
 _graphed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -153,10 +155,9 @@ def compiling(arms: Sequence[Arm]) -> Iterator[CompileLog]:
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:
         if is_out_of_memory(error):
             raise
-        reason = str(error).strip().splitlines()
+        reason = " ".join(line.strip() for line in str(error).strip().splitlines()[:REASON_LINES])
         raise RunError(
-            f"compile={','.join(modes)}: {type(error).__name__}: {reason[0] if reason else ''}\n"
-            "compile=none runs without torch.compile"
+            f"compile={','.join(modes)}: {type(error).__name__}: {reason}\ncompile=none runs without torch.compile"
         ) from error
     finally:
         torch.compiler.reset()

@@ -103,6 +103,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Co
         arms = [operator_set(name, task.slots) for name in sets]
         console = Console(file=io.StringIO(), width=200)
         stop = kwargs.pop("stop", StopSignal())
-        return Comparison(task, arms, train, torch.device("cpu"), tmp_path, tracker, console, stop)
+        device = torch.device(train.device)
+        return Comparison(task, arms, train, device, tmp_path, tracker, console, stop)
 
     return make
