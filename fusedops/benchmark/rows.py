@@ -205,7 +205,34 @@ def _attention_rows() -> list[Row]:
     ]
 
 
-ROWS: dict[str, Row] = {row.id: row for row in (*_pointwise_rows(), *_linear_rows(), *_attention_rows())}
+def _laplacian(id_: str, nodes: int, direction: str, gate: Requirement, goal: Requirement) -> Row:
+    return Row(
+        id=id_,
+        operator="laplacian3d",
+        work="laplacian3d, dirichlet",
+        shape={"x": nodes, "y": nodes, "z": nodes},
+        quick={"x": 9, "y": 12, "z": 16},
+        direction=direction,
+        dtype="float32",
+        gate=(gate,),
+        goal=(goal,),
+    )
+
+
+def _laplacian_rows() -> list[Row]:
+    def over_compile(ratio: float) -> Requirement:
+        return Requirement("torch.compile", ratio)
+
+    return [
+        _laplacian("27", 512, FORWARD, over_compile(1.05), Requirement("copy", 0.92)),
+        _laplacian("28", 512, FORWARD_BACKWARD, over_compile(1.6), over_compile(1.85)),
+        _laplacian("29", 256, FORWARD, over_compile(_TIE), Requirement("copy", 0.85)),
+    ]
+
+
+ROWS: dict[str, Row] = {
+    row.id: row for row in (*_pointwise_rows(), *_linear_rows(), *_attention_rows(), *_laplacian_rows())
+}
 
 
 def select(operators: Sequence[str] = (), ids: Sequence[str] = ()) -> list[Row]:

@@ -29,7 +29,7 @@ def estimate_seconds(rows: Sequence[Row], method: Method, settings: Settings, *,
         return 1.0 * len(rows)
     seconds = 15.0  # start of the context, the ceilings
     for row in rows:
-        contenders = (4 if row.operator in ("silu", "smooth_relu") else 3) + len(row.peers)
+        contenders = (4 if row.operator in ("silu", "smooth_relu", "laplacian3d") else 3) + len(row.peers)
         compiled = settings.compiled * (1 + 6 * settings.max_autotune)
         seconds += method.rounds * contenders * (method.idle_s + 1.5e-3 * method.window_ms) + 1.0 + 2.0 * compiled
     return seconds

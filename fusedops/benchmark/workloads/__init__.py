@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fusedops.benchmark.rows import Row
 from fusedops.benchmark.workloads.attention import flash_attention
 from fusedops.benchmark.workloads.common import Settings, Workload
+from fusedops.benchmark.workloads.laplacian import laplacian3d
 from fusedops.benchmark.workloads.linear import linear_gelu_dropout
 from fusedops.benchmark.workloads.pointwise import silu, silu_mul, smooth_relu
 
@@ -18,6 +19,7 @@ BUILDERS: dict[str, Callable[[Row, dict[str, int], Settings], Workload]] = {
     "smooth_relu": smooth_relu,
     "linear_gelu_dropout": linear_gelu_dropout,
     "flash_attention": flash_attention,
+    "laplacian3d": laplacian3d,
 }
 
 
