@@ -54,6 +54,9 @@ class Task(ABC):
     targets: Mapping[str, tuple[float, ...]] = {}
     """Values of metrics, the lower the better, of which reports say when they were first reached."""
 
+    chosen: Mapping[str, Any] = {}
+    """Keys of the model's configuration that the data decided, with the values they got."""
+
     @abstractmethod
     def build(self, ops: Mapping[str, Callable[..., Any]]) -> nn.Module:
         """The model with these functions in its slots, on the CPU in fp32, its weights from the current generator."""

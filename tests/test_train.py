@@ -39,6 +39,7 @@ SMALL = [
     "train.steps=5",
     "train.warmup_steps=2",
     "train.batch_size=3",
+    "train.sample_tokens=0",
 ]
 FILES = {"config.yaml", "metrics.jsonl", "summary.json", "comparison.md", "loss.png", "throughput.png"}
 

@@ -97,7 +97,9 @@ class TransformerTask(Task):
                 f"model.vocab_size={model.vocab_size}: must be at least {tokenizer.vocabulary}, the tokens of "
                 f"data.tokenizer={tokenizer.name}; null chooses a size that fits"
             )
-        self.architecture["vocab_size"] = math.ceil(tokenizer.vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        size = math.ceil(tokenizer.vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        self.chosen = {"vocab_size": size}
+        self.architecture |= self.chosen
 
     def config(self) -> TransformerConfig:
         """The configuration of the model."""

@@ -68,6 +68,7 @@ def test_the_model_has_a_row_for_each_token_unless_told_how_many(folder: Path, k
     model = native_model(task)
     assert model.config.vocab_size == 640  # 600 words and the one that separates, to a multiple of 64
     assert model.generation_config.eos_token_id == 600
+    assert task.chosen == {"vocab_size": 640}
     described = task.describe(model)
     assert "601 tokens" in described["tokenizer"] and "rows for 640" in described["tokenizer"]
     assert task_of(folder, {"vocab_size": 601}, **keys).config().vocab_size == 601
