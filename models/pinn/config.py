@@ -17,7 +17,7 @@ SAMPLINGS = ("sobol", "uniform", "grid")
 _SOLVER: dict[str, Any] = {"activation": "tanh", "dtype": "float32", "lbfgs_steps": 0, "lbfgs_float64": True}
 PRESETS: dict[str, dict[str, Any]] = {
     # Minutes on two CPU cores, nested autograd included.
-    "tiny": {"width": 32, "depth": 3} | _SOLVER | {"lbfgs_steps": 100, "lbfgs_float64": False},
+    "tiny": {"width": 32, "depth": 3} | _SOLVER | {"lbfgs_steps": 150, "lbfgs_float64": False},
     # Seconds on a GPU.
     "small": {"width": 64, "depth": 3} | _SOLVER,
     # The network whose residual step the figures of the Laplacian are given for.

@@ -36,7 +36,7 @@ def solution(problem: Problem, model: nn.Module) -> Figure:
     for axes, (title, values, limit) in zip(figure.subplots(1, 3), panels, strict=True):
         # Rows of an image run along its y axis: the second coordinate.
         image = axes.imshow(
-            values.reshape(POINTS, POINTS).T.cpu(),
+            values.reshape(POINTS, POINTS).T.cpu().numpy(),
             origin="lower",
             extent=extent,
             cmap="RdBu_r",
