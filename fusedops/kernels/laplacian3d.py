@@ -11,11 +11,11 @@ from torch import Tensor
 from fusedops.kernels.launching import launch
 from fusedops.operators.laplacian3d import empty_output, margin
 
-NUM_WARPS = 4
+NUM_WARPS = 8
 THREADS = 32 * NUM_WARPS
 VECTOR = 4  # neighbours along Z that a thread takes at once
 PROGRAMS = 2048  # enough for a large GPU: a march is cut until there are as many
-LONGEST_MARCH = 32
+LONGEST_MARCH = 8
 
 # What is read outside of the grid.
 ZERO, WRAPPED, MIRRORED, MIRRORED_ADJOINT = (tl.constexpr(i) for i in range(4))

@@ -91,7 +91,7 @@ def _check(operator: str, name: str, u: Tensor, spacing: Sequence[float], bounda
         raise ValueError(
             f"{operator}: {name} has shape {tuple(u.shape)}; it must have at least three dimensions, (..., X, Y, Z)"
         )
-    if len(spacing) != 3 or not all(0 < h * h < float("inf") for h in spacing):  # nor NaN, nor too small to square
+    if len(spacing) != 3 or not all(h > 0 and 0 < h * h < float("inf") for h in spacing):  # nor NaN
         raise ValueError(
             f"{operator}: spacing is {tuple(spacing)}; allowed: a positive finite number, or one for each of X, Y, Z"
         )
@@ -240,8 +240,7 @@ def _additions(
     """
     edge = margin(boundary, order)
     results = [n - 2 * edge for n in grid]
-    inputs, outputs = (results, list(grid)) if adjoint else (list(grid), results)
-    outputs[0] = planes
+    inputs, outputs = (results, [planes, *grid[1:]]) if adjoint else (list(grid), [planes, *results[1:]])
 
     def ranges(starts: list[int], counts: list[int], all_: list[int]) -> _Ranges:
         triples = zip(AXES, starts, counts, all_, strict=True)
