@@ -36,6 +36,13 @@ def test_what_equals_the_baseline_is_not_trained_twice(ops):
     assert [arm.name for arm in arms] == ["native"] and baseline == "native"
 
 
+def test_an_alias_is_shown_as_what_it_stands_for():
+    arm = operator_set("fused", ("laplacian",))
+    assert [i.name for i in arm.implementations] == ["forward"]
+    arms, _ = arms_of(OpsConfig(set="native", laplacian="fused"), "none", ("laplacian",))
+    assert arms[0].implementations == arm.implementations
+
+
 @pytest.mark.parametrize(
     ("ops", "named"),
     [
