@@ -101,7 +101,7 @@ class Comparison:
     @cached_property
     def description(self) -> dict[str, str]:
         """What the task says about itself."""
-        return self.task.describe(self.build(self.arms[0]))
+        return self.task.describe(self.build(self.arms[0]), self.train.accumulation)
 
     def run(self) -> None:
         """Everything, in order. Raises RunError or Interrupted; what was written until then stays.

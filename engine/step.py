@@ -150,13 +150,14 @@ class Stepper:
         """The schedule's position, the optimizers' states and the scaler's."""
         return {
             "taken": self.taken,
+            "finished": self.finished,
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        self.taken = state["taken"]
+        self.taken, self.finished = state["taken"], state["finished"]
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         if self._scaler is not None:

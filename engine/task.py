@@ -145,8 +145,8 @@ class Task(ABC):
         """
         return {}
 
-    def describe(self, model: nn.Module) -> dict[str, str]:
-        """What to print before training: parameters, data, the split and its sizes."""
+    def describe(self, model: nn.Module, accumulation: int = 1) -> dict[str, str]:
+        """What to print before training, of steps of so many batches: parameters, data, the split and its sizes."""
         return {}
 
     def references(self) -> dict[str, float]:

@@ -205,10 +205,10 @@ class PINNTask(Task):
     def flops_per_step(self) -> None:
         """None: the ways to take a Laplacian differ in their FLOPs."""
 
-    def describe(self, model: nn.Module) -> dict[str, str]:
+    def describe(self, model: nn.Module, accumulation: int = 1) -> dict[str, str]:
         a, settings, dimensions = self.architecture, self.settings, self.problem.dimensions
         widths = "-".join(str(n) for n in (dimensions, *([a["width"]] * a["depth"]), 1))
-        points = f"{self.units(self._first):,} points a step ({settings.sampling}"
+        points = f"{accumulation * self.units(self._first):,} points a step ({settings.sampling}"
         points += ", new ones every step)" if self._resample else ", always the same)"
         if settings.boundary == "soft":
             points += f", {settings.boundary_points:,} on the boundary"

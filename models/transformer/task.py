@@ -230,12 +230,12 @@ class TransformerTask(Task):
         products = 6 * weights * self.context + 3 * 4 * d_model * pairs * a["n_layer"]
         return self.batch_size * products
 
-    def describe(self, model: nn.Module) -> dict[str, str]:
+    def describe(self, model: nn.Module, accumulation: int = 1) -> dict[str, str]:
         count = sum(p.numel() for p in model.parameters())
         a = self.architecture
         passes = ""
         if isinstance(self.text, text.Corpus):
-            seen = self.steps * self.batch_size * self.context / len(self.text.train)
+            seen = self.steps * accumulation * self.batch_size * self.context / len(self.text.train)
             passes = f", {seen:.2f} passes over the text"
         return {
             "model": (
@@ -248,7 +248,10 @@ class TransformerTask(Task):
                 f"the model has rows for {a['vocab_size']:,}"
             ),
             "data": self.text.describe(),
-            "training": f"{self.steps:,} steps of {self.batch_size} x {self.context} tokens{passes}",
+            "training": (
+                f"{self.steps:,} steps of {f'{accumulation} x ' if accumulation > 1 else ''}{self.batch_size} x "
+                f"{self.context} tokens{passes}"
+            ),
         }
 
     def references(self) -> dict[str, float]:

@@ -80,7 +80,7 @@ class ToyTask(Task):
     def flops_per_step(self) -> int:
         return 1000
 
-    def describe(self, model: nn.Module) -> dict[str, str]:
+    def describe(self, model: nn.Module, accumulation: int = 1) -> dict[str, str]:
         return {"model": f"{sum(p.numel() for p in model.parameters())} parameters"}
 
     def references(self) -> dict[str, float]:

@@ -349,6 +349,45 @@ def test_the_model_of_an_early_stop_is_that_of_the_best_evaluation(tmp_path):
         assert not torch.equal(last["inner.weight"], model.inner.weight)
 
 
+class Closing(ToyTask):
+    """AdamW in float32, then L-BFGS in float64 until it gets no further, on one batch."""
+
+    def __init__(self) -> None:
+        super().__init__(40)
+
+    def batch(self, step, rank=0):
+        batch = self._samples(0, 6)
+        return {**batch, "y": batch["y"] * 1e-3}
+
+    def loss(self, model, batch):
+        dtype = model.inner.weight.dtype
+        return super().loss(model, {name: value.to(dtype) for name, value in batch.items()})
+
+    def phases(self):
+        def adam(model):
+            return [torch.optim.AdamW(model.parameters(), lr=0.05)]
+
+        def lbfgs(model):
+            return [torch.optim.LBFGS(model.parameters(), 1, 1, 20, line_search_fn="strong_wolfe", history_size=3)]
+
+        return [
+            Phase("adam", 3, adam, lambda step: 1.0),
+            Phase("lbfgs", 37, lbfgs, lambda step: 1.0, closure=True, dtype=torch.float64),
+        ]
+
+
+def test_a_phase_of_lbfgs_goes_on_as_it_would_have(tmp_path):
+    settings = {"task": Closing, "log_every": 1, "eval_every": 0}
+    whole = Run(tmp_path / "whole", **settings)
+    training = whole.start().trainings["native"]
+    assert training.stopped_early is not None and 8 < len(training.losses) < 40
+    for step in (2, 3, 4, 7, len(training.losses)):
+        run = Run(tmp_path / str(step), **settings)
+        run.stopped(native=step)
+        run.start(resumed=True)
+        assert run.lines() == whole.lines() and run.results() == whole.results()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What a resumed run may change
 
