@@ -43,8 +43,11 @@ from engine import config, equivalence  # noqa: E402
 from engine.arms import Arm, arms_of  # noqa: E402
 from engine.comparison import choose_device, device_name  # noqa: E402
 from engine.errors import ConfigError, explain  # noqa: E402
+from engine.report import write_atomically  # noqa: E402
 from engine.signals import StopSignal  # noqa: E402
 from engine.task import Task  # noqa: E402
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -107,13 +110,11 @@ class Result:
     def add(self, outcome: equivalence.Outcome) -> None:
         """Keep a training, in the file too."""
         self.outcomes.append(outcome)
-        self.write()
+        write_atomically(self.path, json.dumps(self.summary(), indent=2) + "\n")
 
-    def write(self) -> None:
+    def summary(self) -> dict[str, Any]:
         """The result of what there is."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        summary = equivalence.result(self.study, self.task, self.outcomes, self.margin)
-        equivalence.write(self.path.parent, summary, self.request.name)
+        return equivalence.result(self.study, self.task, self.outcomes, self.margin)
 
 
 @dataclass
@@ -151,15 +152,16 @@ class Pace:
         return 0.0
 
 
-def work(connection: Connection, gpu: str | None, threads: int) -> None:
+def work(connection: Connection, threads: int) -> None:
     """A worker's life: jobs come and outcomes go; the text of an error is the last, as CUDA may be unusable then."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before CUDA starts in this process
     torch.set_num_threads(threads)
     studies: dict[Request, equivalence.Study] = {}
     while True:
-        job = connection.recv()
+        try:
+            job = connection.recv()
+        except EOFError:  # the parent is gone
+            return
         try:
             if job.request not in studies:
                 studies[job.request] = job.request.study(*job.request.prepare())
@@ -173,16 +175,32 @@ def gpus() -> list[str | None]:
     """The names of the visible GPUs as CUDA_VISIBLE_DEVICES has them; one None where there is none."""
     if not torch.cuda.is_available():
         return [None]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return list(visible.split(",")) if visible else [str(i) for i in range(torch.cuda.device_count())]
+    named = os.environ.get(VISIBLE)
+    return list(named.split(",")) if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
+@contextlib.contextmanager
+def visible(gpu: str | None) -> Iterator[None]:
+    """Inside, a process that starts sees this GPU alone, whatever it imports before it uses CUDA."""
+    before = os.environ.get(VISIBLE)
+    if gpu is not None:
+        os.environ[VISIBLE] = gpu
+    try:
+        yield
+    finally:
+        if gpu is not None:
+            os.environ.pop(VISIBLE)
+        if before is not None:
+            os.environ[VISIBLE] = before
 
 
 def start_worker(gpu: str | None, threads: int) -> Worker:
-    """A process that waits for jobs."""
+    """A process that waits for jobs and sees one GPU."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=work, args=(theirs, gpu, threads), daemon=True)
-    process.start()
+    process = context.Process(target=work, args=(theirs, threads), daemon=True)
+    with visible(gpu):
+        process.start()
     theirs.close()
     return Worker(gpu, process, ours)
 
@@ -204,6 +222,7 @@ def open_result(request: Request, out: Path) -> Result:
             and outcome.training in stocks
             and (outcome.seed, outcome.training) not in known
         ]
+    folder.mkdir(parents=True, exist_ok=True)
     margin = settings.values.equivalence_margin
     return Result(request, folder / f"{request.name}.json", study, task, margin, outcomes)
 
@@ -294,6 +313,7 @@ def main() -> int:
     for name, value in (("--pairs", options.pairs), ("--jobs-per-gpu", options.jobs_per_gpu)):
         if value < 1:
             arguments.error(f"{name} {value}: must be at least 1")
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # and end the workers
     requests = [Request(name, tuple(overrides), options.faults) for name in options.experiments or EXPERIMENTS]
     try:
         results = {request: open_result(request, options.out) for request in requests}
@@ -303,9 +323,9 @@ def main() -> int:
     jobs = [job for result in results.values() for job in missing(result, options.pairs)]
     failed = do(jobs, results, options.jobs_per_gpu, options.budget_seconds) if jobs else 0
     for result in results.values():
-        result.write()
+        summary = result.summary()
+        equivalence.write(result.path.parent, summary, result.request.name)
         print(f"\n{result.path}")
-        summary: dict[str, Any] = json.loads(result.path.read_text(encoding="utf-8"))
         for line in equivalence.difference_rows(summary):
             print("  " + "  ".join(line))
     return 1 if failed else 0
