@@ -103,7 +103,7 @@ def _table(title: str, events: Sequence[Any], clock: str, steps: int) -> Table:
         return getattr(event, f"self_{clock}_time_total")
 
     whole = sum(own(event) for event in events)
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             event.key,
             f"{event.count / steps:g}",
