@@ -80,6 +80,8 @@ def run_main(monkeypatch, *overrides: str) -> int:
         (["train.learning_rate=nan"], ["train.learning_rate=nan", "at least 0"]),
         (["train.precision=fp8"], ["train.precision=fp8", "fp32, bf16, fp16"]),
         (["train.timing_rounds=3"], ["train.timing_rounds=3", "at least 9"]),
+        (["train.early_stop=3"], ["train.early_stop=3", "train.eval_every"]),
+        (["train.accumulation=0"], ["train.accumulation=0", "at least 1"]),
         (["baseline=nativ"], ["baseline=nativ", "did you mean native?", "none"]),
         (["tracker=wand"], ["tracker=wand", "did you mean wandb?", "none"]),
         (["tracker.mode=onlin"], ["tracker.mode=onlin", "offline, online"]),

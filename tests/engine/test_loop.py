@@ -7,9 +7,10 @@ import signal
 import pytest
 import torch
 
+from engine import loop
 from engine.config import TrainConfig
 from engine.errors import Interrupted, RunError
-from engine.loop import matmul_precision
+from engine.loop import best_evaluation, matmul_precision, training_batches
 from engine.signals import StopSignal
 
 
@@ -123,3 +124,99 @@ def test_tf32_is_set_for_the_run_alone():
         with matmul_precision(tf32):
             assert torch.backends.cuda.matmul.fp32_precision == precision
     assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Accumulation
+
+
+def test_steps_of_several_batches_take_them_in_order_and_all_of_them_count(toy_task, compare):
+    task = toy_task(steps=6)
+    comparison = compare(task, ("native",), train=TrainConfig(accumulation=3, log_every=2, device="cpu"))
+    comparison.train_arm(comparison.arms[0])
+    assert task.seen == list(range(18))
+    assert comparison.trainings["native"].units == 3 * 3 * 6  # the steps after the first three, 3 batches of 6 samples
+    assert comparison.units_per_step == 3 * 6 and comparison.flops_per_step == 3 * 1000
+
+
+def test_the_operators_and_the_timing_pass_are_of_whole_steps(toy_task, compare):
+    rows = {}
+    for accumulation in (1, 4):
+        comparison = compare(toy_task(), train=TrainConfig(accumulation=accumulation, device="cpu"))
+        comparison.run()
+        rows[accumulation] = {
+            (row["operator"], row["path"]): row["calls_per_step"] for row in comparison.operators["fused"]
+        }
+        assert comparison.units_per_step == accumulation * 6
+    assert rows[4] == {key: 4 * calls for key, calls in rows[1].items()} and rows[1]
+
+
+def test_batches_prepared_ahead_keep_their_own_states(toy_task, monkeypatch):
+    read = []
+
+    class Streamed(toy_task):
+        def batches(self, start, state=None):
+            assert (start, state) == (4, {"read": 4})
+            for index in range(4, 100):
+                read.append(index)
+                yield self._samples(index, index), {"read": index + 1}
+
+    monkeypatch.setattr(loop, "to_device", lambda batch, device: batch)  # there need be no GPU
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    steps = list(training_batches(Streamed(), 2, range(2, 5), torch.device("cuda"), {"read": 4}))
+    assert [[len(batch["x"]) for batch in step.batches] for step in steps] == [[4, 5], [6, 7], [8, 9]]
+    assert [step.units for step in steps] == [9, 13, 17]
+    assert [step.stream for step in steps] == [{"read": 6}, {"read": 8}, {"read": 10}]
+    assert read == list(range(4, 10))  # none past the last step
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Early stop
+
+
+@pytest.mark.parametrize(
+    ("losses", "delta", "best"),
+    [
+        ([5], 0, 0),
+        ([5, 4, 3], 0, 2),
+        ([5, 4, 4], 0, 1),
+        ([5, 4, 4.5, 3.9], 0, 3),
+        ([5, 4.8, 4.6, 4.4], 0.5, 3),  # in sum lower by more than 0.5 than the best, which is still the first
+        ([5, 4.8, 4.6], 0.5, 0),
+        ([5, 4.5], 0.5, 0),
+    ],
+)
+def test_the_best_evaluation_is_lower_by_more_than_delta(losses, delta, best):
+    assert best_evaluation(losses, delta) == best
+
+
+@pytest.mark.parametrize(
+    ("losses", "patience", "steps", "reported"),
+    [
+        ((5, 4, 3, 2, 1, 0.5), 2, 11, 11),
+        ((5, 4, 4.5, 4.2, 1, 0.5), 2, 8, 4),
+        ((5, 4, 4.5, 3, 3.5, 2), 2, 11, 11),
+        ((5, 4, 4.5, 3, 3.5, 3.25), 2, 11, 8),
+        ((5, 6, 1, 1, 1, 1), 1, 4, 2),
+    ],
+)
+def test_an_early_stop_reports_its_best_evaluation_and_says_why(toy_task, compare, losses, patience, steps, reported):
+    task, script = toy_task(steps=11), iter(losses)
+
+    def evaluate(model, batches):
+        return {"loss": next(script)}
+
+    task.evaluate = evaluate
+    train = TrainConfig(eval_every=2, early_stop=patience, log_every=100, device="cpu")
+    comparison = compare(task, ("native",), train=train)
+    comparison.train_arm(comparison.arms[0])
+    training = comparison.trainings["native"]
+    assert len(training.losses) == steps and training.validation[-1][0] == steps
+    assert training.reported == (reported, {"loss": losses[(reported + 1) // 2 - 1]})
+    if steps == 11:
+        assert training.stopped_early is None
+    else:
+        assert training.stopped_early == (
+            f"stopped at step {steps} of 11: in {patience} evaluations the validation loss did not fall below the "
+            f"{training.reported[1]['loss']:.4f} of step {reported}"
+        )
