@@ -13,6 +13,7 @@ A name is one of
     GPU/equivalence                  what benchmarks/equivalence.py kept there
     GPU/faults                       the same of its --faults
     GPU/attribution                  what benchmarks/attribution.py kept there
+    GPU/pinn                         what benchmarks/pinn.py kept there
     benchmark, training              short for the two of the GPU that the README shows
 """
 
@@ -169,6 +170,27 @@ def attribution_table(folder: Path) -> str:
     return "\n\n".join([_lines(rows), *captions])
 
 
+def pinn_table(folder: Path) -> str:
+    """Of each problem and way to take the Laplacian: the step, and the time until an error was reached."""
+    summaries = _read(folder, "pinn")
+    if not summaries:
+        return _missing(f"{folder.name}/pinn")
+    targets = [value for value in next(iter(summaries.values()))["targets"]["relative_l2"] if value >= 1e-3]
+    header = ["problem", "laplacian", "ms a step", "over native [95 %]", "peak memory, MiB"]
+    rows = [[*header, *(f"to {value:g}: s (steps)" for value in targets), "relative L2 error"]]
+    for problem, summary in summaries.items():
+        for name, arm in summary["arms"].items():
+            found = arm["training"]["reached"]["relative_l2"][: len(targets)]
+            cells = _arm(summary, name)
+            times = ["-" if at is None else f"{at['seconds']:.2f} ({at['step']})" for at in found]
+            rows.append([problem, name, *cells[3:6], *times, f"{arm['metrics']['relative_l2']:.2e}"])
+    captions = [
+        f"{_conditions(summary, [summary['versions']['git'] or 'unknown'])}. `{summary['command']}`."
+        for summary in summaries.values()
+    ]
+    return "\n\n".join([_lines(rows), *dict.fromkeys(captions)])
+
+
 def _read(folder: Path, prefix: str) -> dict[str, Any]:
     """The results of a kind in a folder, by experiment."""
     return {
@@ -188,6 +210,7 @@ FOLDER_TABLES: dict[str, Callable[[Path], str]] = {
     "equivalence": equivalence_table,
     "faults": lambda folder: equivalence_table(folder, "faults"),
     "attribution": attribution_table,
+    "pinn": pinn_table,
 }
 
 

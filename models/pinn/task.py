@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,10 +156,16 @@ class PINNTask(Task):
         return self.problem.residual(u, du, lap, x)
 
     def validation(self) -> Iterable[Batch]:
+        return self._held_out
+
+    @cached_property
+    def _held_out(self) -> list[Batch]:
         """Points of the residual that are not trained on, then the held-out grid."""
-        yield self._points(self.seed + 1, 0, 0, self._other_grid)
-        for x in data.held_out(self.problem, self.settings.validation_points).split(self.eval_batch_size):
-            yield {"x": x}
+        grid = data.held_out(self.problem, self.settings.validation_points)
+        return [
+            self._points(self.seed + 1, 0, 0, self._other_grid),
+            *({"x": x} for x in grid.split(self.eval_batch_size)),
+        ]
 
     def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
         """The loss at points not trained on, and the relative L2 error |u - exact| / |exact| over the held-out grid."""
