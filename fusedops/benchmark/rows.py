@@ -230,8 +230,34 @@ def _laplacian_rows() -> list[Row]:
     ]
 
 
+def _residual_rows() -> list[Row]:
+    def over(stock: float, compiled: float) -> tuple[Requirement, ...]:
+        return (Requirement("stock", stock), Requirement("forward Laplacian, torch.compile", compiled))
+
+    rows = []
+    for number, tf32 in (("30", False), ("31", True)):
+        for letter, exact in (("a", True), ("b", False)):
+            rows.append(
+                Row(
+                    id=f"{number}{letter}",
+                    operator="forward_laplacian_activation",
+                    work=f"PINN residual step, {'exact' if exact else 'stencil'}, TF32 {'on' if tf32 else 'off'}",
+                    shape={"nodes": 64, "width": 128, "depth": 3},
+                    quick={"nodes": 7, "width": 16, "depth": 3},
+                    direction=FORWARD_BACKWARD,
+                    dtype="float32",
+                    options={"exact": exact, "tf32": tf32},
+                    peers=("JET",) if exact else (),
+                    gate=over(4.0, 1.2) if exact else (Requirement("nested autograd", 9.0),),
+                    goal=over(6.0, 1.8) if exact else (),
+                )
+            )
+    return rows
+
+
 ROWS: dict[str, Row] = {
-    row.id: row for row in (*_pointwise_rows(), *_linear_rows(), *_attention_rows(), *_laplacian_rows())
+    row.id: row
+    for row in (*_pointwise_rows(), *_linear_rows(), *_attention_rows(), *_laplacian_rows(), *_residual_rows())
 }
 
 

@@ -9,6 +9,7 @@ from fusedops.benchmark.workloads.attention import flash_attention
 from fusedops.benchmark.workloads.common import Settings, Workload
 from fusedops.benchmark.workloads.laplacian import laplacian3d
 from fusedops.benchmark.workloads.linear import linear_gelu_dropout
+from fusedops.benchmark.workloads.pinn import residual_step
 from fusedops.benchmark.workloads.pointwise import silu, silu_mul, smooth_relu
 
 __all__ = ["BUILDERS", "Settings", "Workload", "build"]
@@ -20,6 +21,7 @@ BUILDERS: dict[str, Callable[[Row, dict[str, int], Settings], Workload]] = {
     "linear_gelu_dropout": linear_gelu_dropout,
     "flash_attention": flash_attention,
     "laplacian3d": laplacian3d,
+    "forward_laplacian_activation": residual_step,
 }
 
 
