@@ -95,7 +95,8 @@ def compare(composed: DictConfig) -> None:
     values = settings.values
     device = choose_device(values.train.device)
     task = make_task(settings)
-    settings.resolved["model"] |= task.chosen
+    for group, decided in task.chosen.items():
+        settings.resolved[group] |= decided
     arms, baseline = arms_of(values.ops, values.baseline, task.slots, values.compile)
     check_kind_of_run(values, arms, baseline)
     directory, console = Path(HydraConfig.get().runtime.output_dir), make_console()

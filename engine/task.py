@@ -54,8 +54,9 @@ class Task(ABC):
     targets: Mapping[str, tuple[float, ...]] = {}
     """Values of metrics, the lower the better, of which reports say when they were first reached."""
 
-    chosen: Mapping[str, Any] = {}
-    """Keys of the model's configuration that the data decided, with the values they got."""
+    chosen: Mapping[str, Mapping[str, Any]] = {}
+    """What the data decided, by group and key of config.yaml: sizes of the model; a digest of the data itself, by which
+    a resumed run can tell that it has changed."""
 
     @abstractmethod
     def build(self, ops: Mapping[str, Callable[..., Any]]) -> nn.Module:

@@ -80,26 +80,25 @@ class TransformerTask(Task):
         self.min_lr_ratio = min_lr_ratio
         self.seed = seed
         self.text = text.load(data, seed)
-        self._fit_vocabulary(model)
+        self.chosen = {"model": self._fitting_vocabulary(model), "data": {"digest": self.text.digest}}
+        self.architecture |= self.chosen["model"]
         if isinstance(self.text, text.Corpus) and self.context >= len(self.text.train):
             raise ValueError(
                 f"model.context={self.context}: the training text, {self.text.origin}, has {len(self.text.train):,} "
                 "tokens; must be fewer"
             )
 
-    def _fit_vocabulary(self, model: ModelConfig) -> None:
-        """Give the model a row for each token, unless the configuration says how many it has."""
+    def _fitting_vocabulary(self, model: ModelConfig) -> dict[str, int]:
+        """vocab_size such that the model has a row for each token, if the configuration leaves it too small and open."""
         tokenizer = self.text.tokenizer
         if self.architecture["vocab_size"] >= tokenizer.vocabulary:
-            return
+            return {}
         if model.vocab_size is not None:
             raise ValueError(
                 f"model.vocab_size={model.vocab_size}: must be at least {tokenizer.vocabulary}, the tokens of "
                 f"data.tokenizer={tokenizer.name}; null chooses a size that fits"
             )
-        size = math.ceil(tokenizer.vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        self.chosen = {"vocab_size": size}
-        self.architecture |= self.chosen
+        return {"vocab_size": math.ceil(tokenizer.vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE}
 
     def config(self) -> TransformerConfig:
         """The configuration of the model."""

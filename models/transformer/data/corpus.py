@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -31,6 +32,14 @@ class Corpus:
     origin: str
     held_out: str = "other documents"
     """What the validation part is made of."""
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all tokens: whether a text is the same as another time."""
+        hashed = hashlib.blake2b(digest_size=8)
+        for part in (self.train, self.validation):
+            hashed.update(part.data)
+        return hashed.hexdigest()
 
     def describe(self) -> str:
         """Where the text comes from, and how much of it is in each part."""

@@ -32,6 +32,10 @@ State = dict[str, Any]
 class Part(Protocol):
     """Documents that are read one after the other."""
 
+    @property
+    def identity(self) -> str:
+        """Its name, and what tells whether it is still what it was: a file's size."""
+
     def read(self, state: State | None) -> Generator[Document, None, None]:
         """The documents, or those after a state."""
 
@@ -45,6 +49,10 @@ class TextFile:
 
     path: Path
     _done: bool = False
+
+    @property
+    def identity(self) -> str:
+        return identity_of(self.path)
 
     def read(self, state: State | None) -> Generator[Document, None, None]:
         """Raises OSError for a file that cannot be read and ValueError for one that is not UTF-8, naming it."""
@@ -67,15 +75,22 @@ class TextFile:
 class Rows:
     """The rows of a data set of `datasets`, each a document in one field.
 
-    name     what messages call it.
-    field    the column that has the text.
-    load     opens it from its beginning.
-    explain  says better than `datasets` what is wrong, where it can.
+    name      what messages call it.
+    identity  as of a part.
+    field     the column that has the text.
+    load      opens it from its beginning.
+    explain   says better than `datasets` what is wrong, where it can.
     """
 
     def __init__(
-        self, name: str, field: str, load: Callable[[], Any], explain: Callable[[], str | None] = lambda: None
+        self,
+        name: str,
+        identity: str,
+        field: str,
+        load: Callable[[], Any],
+        explain: Callable[[], str | None] = lambda: None,
     ) -> None:
+        self.identity = identity
         self._name, self._field, self._load, self._explain = name, field, load, explain
         self._dataset: Any = None
         self._row = 0
@@ -235,7 +250,13 @@ def _rows_of(file: Path, kind: str, field: str) -> Rows:
             except (ValueError, OSError) as error:
                 raise ValueError(f"{file}: cannot be read: {first_line(error)}") from error
 
-    return Rows(str(file), field, load, (lambda: malformed_line(file)) if kind == JSON_LINES else lambda: None)
+    explain = (lambda: malformed_line(file)) if kind == JSON_LINES else lambda: None
+    return Rows(str(file), identity_of(file), field, load, explain)
+
+
+def identity_of(file: Path) -> str:
+    """A file's name and size."""
+    return f"{file.name}: {file.stat().st_size} bytes"
 
 
 def malformed_line(file: Path) -> str | None:

@@ -21,7 +21,7 @@ def hub_part(name: str, config: str | None, split: str, field: str, streaming: b
     Raises ConnectionError where the Hub is needed and cannot be reached, naming what needs no network, and ValueError
     for a data set, configuration or split that does not exist, naming it.
     """
-    asked = f"data.name={name}"
+    asked, called = f"data.name={name}", f"{name} ({split})"
     if not Path(name).expanduser().is_dir():
         require_network(asked, ALTERNATIVES)
     datasets = library()
@@ -40,5 +40,5 @@ def hub_part(name: str, config: str | None, split: str, field: str, streaming: b
     if not streaming:
         # What was downloaded is read as a stream is.
         rows = dataset.to_iterable_dataset()
-        return Rows(f"{name} ({split})", field, lambda: rows)
-    return Rows(f"{name} ({split})", field, load)
+        return Rows(called, called, field, lambda: rows)
+    return Rows(called, called, field, load)

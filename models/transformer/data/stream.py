@@ -8,6 +8,7 @@ numbers, whatever the block holds. Going on from there reads the block again.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,14 @@ class Stream:
         self.validation = join(encode_all(held_out, tokenizer).tokens, tokenizer)
         self.validation_documents = len(held_out)
         self.validation_bytes = size
+
+    @property
+    def digest(self) -> str:
+        """Of what can be told without reading all: the parts' identities, and the validation text."""
+        hashed = hashlib.blake2b(self.validation.data, digest_size=8)
+        for part in self._parts:
+            hashed.update(f"{part.identity}\n".encode())
+        return hashed.hexdigest()
 
     def describe(self) -> str:
         """Where the text comes from, and what it is validated on."""

@@ -49,7 +49,7 @@ def left(directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["memory", "stream"])
-def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(streaming: bool, tmp_path, monkeypatch) -> None:
+def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(streaming: bool, tmp_path, monkeypatch, capfd) -> None:
     rows = [{"text": f"row {i} of the text" + " and so on" * (i % 7) + "\n"} for i in range(70)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = ["data=files", f"data.path={tmp_path}/rows.jsonl", f"data.streaming={streaming}"]
@@ -75,5 +75,10 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(streaming: bool, tmp
         assert not (tmp_path / "parts/summary.json").exists()
         arguments = [f"resume={tmp_path}/parts"]
     stop_at = 0
+    text = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(text.replace("row 1 ", "row one "))
+    assert run(monkeypatch, *arguments) == 2
+    assert "data.digest" in capfd.readouterr().err
+    (tmp_path / "rows.jsonl").write_text(text)
     assert run(monkeypatch, *arguments) == 0
     assert left(tmp_path / "parts") == left(tmp_path / "whole")

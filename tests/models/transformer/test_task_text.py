@@ -68,13 +68,22 @@ def test_the_model_has_a_row_for_each_token_unless_told_how_many(folder: Path, k
     model = native_model(task)
     assert model.config.vocab_size == 640  # 600 words and the one that separates, to a multiple of 64
     assert model.generation_config.eos_token_id == 600
-    assert task.chosen == {"vocab_size": 640}
+    assert task.chosen["model"] == {"vocab_size": 640}
     described = task.describe(model)
     assert "601 tokens" in described["tokenizer"] and "rows for 640" in described["tokenizer"]
     assert task_of(folder, {"vocab_size": 601}, **keys).config().vocab_size == 601
     assert task_of(folder, {"preset": "gpt_d512"}, **keys).config().vocab_size == 8192
     with pytest.raises(ValueError, match=r"model.vocab_size=600: must be at least 601, .* data.tokenizer=.*words.json"):
         task_of(folder, {"vocab_size": 600}, **keys)
+
+
+@pytest.mark.parametrize("keys", [{}, STREAM], ids=["memory", "stream"])
+def test_text_that_changed_has_another_digest(folder: Path, keys: dict[str, Any]) -> None:
+    digest = task_of(folder, **keys).chosen["data"]["digest"]
+    assert task_of(folder, **keys).chosen["data"]["digest"] == digest
+    rows = (folder / "text.jsonl").read_text()
+    (folder / "text.jsonl").write_text(rows + '{"text": "alpha"}\n')
+    assert task_of(folder, **keys).chosen["data"]["digest"] != digest
 
 
 @pytest.mark.parametrize("keys", [{}, STREAM], ids=["memory", "stream"])
