@@ -89,7 +89,7 @@ class TransformerTask(Task):
             )
 
     def _fitting_vocabulary(self, model: ModelConfig) -> dict[str, int]:
-        """vocab_size such that the model has a row for each token, if the configuration leaves it too small and open."""
+        """vocab_size such that the model has a row for each token; nothing if it has, an error if it was told not to."""
         tokenizer = self.text.tokenizer
         if self.architecture["vocab_size"] >= tokenizer.vocabulary:
             return {}
