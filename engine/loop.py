@@ -53,6 +53,8 @@ class Training:
     """The most GPU memory allocated at once in training steps; None on the CPU."""
     stopped_early: str | None = None
     """Why training ended before its last step; None where it did not."""
+    unconverged: str | None = None
+    """That the last phase could have converged before its last step, and did not; None for phases that cannot."""
     best: int | None = None
     """With early stop: which entry of `validation` is the best, whose weights are the trained model's."""
 
@@ -284,6 +286,9 @@ class _ArmTraining:
             self._log_stretch()
         if not self._validated:
             self._validate()
+        last = self._phases[-1]
+        if last.closure and self._result.stopped_early is None:
+            self._result.unconverged = f"{last.name} took all its {last.steps:,} steps without converging"
         self._note_peak_memory()
         self._checkpoint(finished=True)
 

@@ -19,6 +19,7 @@ from rich.table import Table as RichTable
 from engine import figures, timing
 from engine.arms import Arm
 from engine.comparison import Comparison, device_name
+from engine.compilation import MODES, WITHOUT_GRAPHS
 from engine.files import write_atomically
 from engine.loop import Training
 from engine.progress import quantity
@@ -66,6 +67,8 @@ def introduce(console: Console, comparison: Comparison, directory: Path) -> None
     console.print(f"arms: {'; '.join(arm.name for arm in comparison.arms)}")
     if comparison.device.type == "cpu":
         console.print(CPU_NOTE)
+        for mode in {arm.compile_mode for arm in comparison.arms if MODES.get(arm.compile_mode) in WITHOUT_GRAPHS}:
+            console.print(f"compile={mode}: a CPU has no CUDA graphs; the rest of the mode is used")
 
 
 def conclude(
@@ -150,6 +153,7 @@ def _summarize_arm(comparison: Comparison, arm: Arm) -> dict[str, Any]:
             "final_loss": training.losses[-1],
             "reported_step": training.reported[0],
             "stopped_early": training.stopped_early,
+            "unconverged": training.unconverged,
             "reached": {
                 metric: [_first_below(training, metric, value) for value in values]
                 for metric, values in comparison.task.targets.items()
@@ -284,8 +288,9 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
     result += [_compile_note(name, arm["compile"]) for name, arm in summary["arms"].items() if arm["compile"]]
     for name, arm in summary["arms"].items():
         training = arm["training"]
-        if training["stopped_early"] is not None:
-            result.append(f"{name}: {training['stopped_early']}.")
+        for reason in (training["stopped_early"], training["unconverged"]):
+            if reason is not None:
+                result.append(f"{name}: {reason}.")
         if training["reported_step"] != training["steps"]:
             result.append(f"{name}: metrics and saved model are those of step {training['reported_step']}, its best.")
     if summary["device"].startswith("CPU"):

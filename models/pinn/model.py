@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedops.slots.laplacian import Jet, Points, Transform
+from fusedops.slots.laplacian import Jet, Points, Transform, autograd_jet
 from models.pinn.config import ACTIVATIONS
 from models.pinn.problem import Problem
 
@@ -32,14 +32,30 @@ class HardBoundary(Transform):
     def __init__(self, problem: Problem) -> None:
         super().__init__(lambda x: (problem.offset(x), problem.factor(x)))
         self._problem = problem
+        self._latest: tuple[Tensor, tuple[Jet, Jet]] | None = None
 
     def jets(self, x: Tensor, spatial: int) -> tuple[Jet, Jet]:
-        """Both functions with their derivatives: in closed form where they are the problem's defaults."""
-        problem = type(self._problem)
-        if problem.offset is not Problem.offset or problem.factor is not Problem.factor:
-            return super().jets(x, spatial)
-        zero = torch.zeros_like(x[:, 0])
-        return Jet(zero, torch.zeros_like(x), zero), self._problem.factor_jet(x)
+        """Both functions with their derivatives: in closed form where they are the problem's defaults.
+
+        Those at the same tensor as before, unless it is to be differentiated, are not computed again; a compiler, whose
+        results may lie in memory of a CUDA graph, computes them each time.
+        """
+        if x.requires_grad or torch.compiler.is_compiling():
+            return self._jets(x, spatial)
+        if self._latest is None or self._latest[0] is not x:
+            self._latest = (x, self._jets(x, spatial))
+        return self._latest[1]
+
+    def _jets(self, x: Tensor, spatial: int) -> tuple[Jet, Jet]:
+        problem, keep_graph = self._problem, torch.is_grad_enabled() and x.requires_grad
+        if type(problem).offset is Problem.offset:
+            zero = torch.zeros_like(x[:, 0])
+            a = Jet(zero, torch.zeros_like(x), zero)
+        else:
+            a = autograd_jet(problem.offset, x, spatial, keep_graph)
+        if type(problem).factor is Problem.factor:
+            return a, problem.factor_jet(x)
+        return a, autograd_jet(problem.factor, x, spatial, keep_graph)
 
 
 class PINN(nn.Module):

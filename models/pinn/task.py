@@ -83,6 +83,7 @@ class PINNTask(Task):
             self._other_grid = data.grid(self.problem, (self.grid.shape[0] + 1) ** len(self.grid.shape), problem.order)
         self._resample = problem.sampling != "grid" and problem.resample is not False
         self._first = self.batch(0)
+        self._fixed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def build(self, ops: Mapping[str, Callable[..., Any]]) -> nn.Module:
         a = self.architecture
@@ -151,9 +152,17 @@ class PINNTask(Task):
         return loss
 
     def _residual(self, model: nn.Module, x: Tensor, grid: Grid | None) -> Tensor:
-        x = x.to(_dtype(model))
+        x = self._in_dtype(x, _dtype(model), grid)
         u, du, lap = model.jet(Points(x, grid))  # type: ignore[operator]
         return self.problem.residual(u, du, lap, x)
+
+    def _in_dtype(self, x: Tensor, dtype: torch.dtype, grid: Grid | None) -> Tensor:
+        """The points in a dtype; the nodes of the training grid, which never move, are the same tensor every time."""
+        if grid is None or grid is not self.grid:
+            return x.to(dtype)
+        if (x.device, dtype) not in self._fixed:
+            self._fixed[x.device, dtype] = x.to(dtype)
+        return self._fixed[x.device, dtype]
 
     def validation(self) -> Iterable[Batch]:
         return self._held_out
