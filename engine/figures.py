@@ -90,9 +90,9 @@ def equivalence(path: Path, summary: Mapping[str, Any]) -> None:
     """Each pair's difference in final validation loss as a point, means with their intervals, and the margin's band."""
     figure = _new_figure()
     axes = figure.add_subplot()
-    rows = {f"{arm} - {summary['stock']}": comparison for arm, comparison in summary["comparisons"].items()}
-    rows[f"{summary['stock']}' - {summary['stock']}"] = summary["noise"]
-    margin = summary["margin"]
+    stock, margin = summary["stock"], summary["margin"]
+    rows = {f"{arm}\n- mean of {stock}, {stock}'": found for arm, found in summary["comparisons"].items()}
+    rows[f"{stock}' - {stock}"] = summary["noise"]
     axes.axvspan(-margin, margin, color="C2", alpha=0.12, label=f"within {margin:g} nats")
     axes.axvline(0, color="gray", linewidth=1)
     for i, row in enumerate(rows.values()):
@@ -100,6 +100,8 @@ def equivalence(path: Path, summary: Mapping[str, Any]) -> None:
         axes.plot(values, [i - 0.15] * len(values), "o", color=f"C{i}", alpha=0.5, markersize=5)
         if row["half_width"] is not None:
             axes.errorbar(row["mean"], i + 0.15, xerr=row["half_width"], fmt="D", color=f"C{i}", capsize=5)
+    if max((abs(value) for row in rows.values() for value in row["differences"].values()), default=0) > 20 * margin > 0:
+        axes.set_xscale("symlog", linthresh=2 * margin)  # a blatant difference leaves the others to be seen
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("difference in final validation loss, nats (pairs; mean and its 95 % interval)")
