@@ -89,7 +89,7 @@ class TransformerTask(Task):
             )
 
     def _fitting_vocabulary(self, model: ModelConfig) -> dict[str, int]:
-        """vocab_size such that the model has a row for each token; nothing if it has, an error if it was told not to."""
+        """The vocab_size that gives the model a row for each token, where it has fewer and none was asked for."""
         tokenizer = self.text.tokenizer
         if self.architecture["vocab_size"] >= tokenizer.vocabulary:
             return {}

@@ -113,6 +113,22 @@ def test_generation_with_a_cache_is_that_without(preset: str, how: dict[str, Any
     assert generated[0].tolist() == generated[1].tolist()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["gpt_d512", "llama_d512"])
+def test_on_a_gpu_the_fused_prefill_and_stock_decoding_go_together(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    model, ids = build(preset, "fused").cuda(), tokens(2, CONTEXT).cuda()
+    with torch.no_grad():
+        expected = model(ids).logits
+        output = model(ids[:, :11], use_cache=True)
+        logits, cache = [output.logits], cache_of(output)
+        for position in range(11, CONTEXT):
+            logits.append(model(ids[:, position : position + 1], past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_generation_uses_a_cache_unless_told_otherwise() -> None:
     model, prompt = build("llama_d512"), tokens(1, 5)
     lengths: list[int] = []

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("datasets")
 
 import train
 from engine import timing
 from models.transformer import Task
+from models.transformer.model import Transformer
 
 SMALL = [
     *(
@@ -82,3 +84,5 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(streaming: bool, tmp
     (tmp_path / "rows.jsonl").write_text(text)
     assert run(monkeypatch, *arguments) == 0
     assert left(tmp_path / "parts") == left(tmp_path / "whole")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "parts/fused/model")
+    assert isinstance(model, Transformer) and model.config.d_model == 16

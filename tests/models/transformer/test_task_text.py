@@ -180,14 +180,21 @@ def test_a_saved_model_loads_and_goes_on_with_text(folder: Path, tokenizer: str)
     assert loaded.generate(**ids, max_new_tokens=3).shape[1] <= 5
 
 
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("tokenizer", ["bytes", "words.json"])
-def test_a_sample_goes_on_from_validation_text_and_moves_no_generator(folder: Path, tokenizer: str) -> None:
+def test_a_sample_goes_on_from_validation_text_and_moves_no_generator(folder: Path, tokenizer: str, where: str) -> None:
     task = task_of(folder, tokenizer=tokenizer if tokenizer == "bytes" else str(folder / tokenizer))
-    model = native_model(task).eval()
-    state = torch.get_rng_state()
+    model = native_model(task).eval().to(where)
+
+    def states() -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+
+    before = states()
     samples = task.samples(model, 30)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(*pair) for pair in zip(before, states(), strict=True))
     assert samples == task.samples(model, 30)
     ((prompt, text),) = samples.items()
     assert prompt == task.text.tokenizer.decode(task.text.validation[1:10].tolist())
     assert len(text) > 0
+    with torch.autocast(where, torch.bfloat16):
+        assert task.samples(model, 30).keys() == samples.keys()
