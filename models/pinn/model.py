@@ -75,11 +75,12 @@ class PINN(nn.Module):
         self.spatial = problem.spatial
         self.transform: Transform | None = HardBoundary(problem) if hard else None
         sizes = [problem.dimensions, *([width] * depth), 1]
-        self.layers = nn.ModuleList(nn.Linear(m, n) for m, n in pairwise(sizes))
-        for layer in self.layers:
+        layers = [nn.Linear(m, n) for m, n in pairwise(sizes)]
+        for layer in layers:
             nn.init.xavier_normal_(layer.weight)
             nn.init.zeros_(layer.bias)
-        self._center(problem)
+        _center(layers[0], problem)
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
         h = x
@@ -92,9 +93,10 @@ class PINN(nn.Module):
         """u, its gradient and its Laplacian, by the slot's function."""
         return self.ops.laplacian(self, points)
 
-    @torch.no_grad()
-    def _center(self, problem: Problem) -> None:
-        first = self.layers[0]
-        low, high = torch.tensor(problem.lower), torch.tensor(problem.upper)
-        first.weight.mul_(2 / (high - low))
-        first.bias.sub_(first.weight @ ((low + high) / 2))
+
+@torch.no_grad()
+def _center(first: nn.Linear, problem: Problem) -> None:
+    """Give a layer that was made for coordinates from -1 to 1 the problem's."""
+    low, high = torch.tensor(problem.lower), torch.tensor(problem.upper)
+    first.weight.mul_(2 / (high - low))
+    first.bias.sub_(first.weight @ ((low + high) / 2))
