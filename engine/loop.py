@@ -6,17 +6,17 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine import compilation
+from engine.batches import StepBatches, training_batches
 from engine.checkpoint import load_weights, unwrapped
+from engine.clock import Clock
 from engine.config import TrainConfig
 from engine.errors import Interrupted, RunError
 from engine.progress import TrainingProgress
@@ -79,56 +79,6 @@ def matmul_precision(tf32: bool) -> Iterator[None]:
         yield
     finally:
         setting.fp32_precision = before
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-class StepBatches(NamedTuple):
-    """What one step takes: its batches on the device, their units, and where their stream stands after them."""
-
-    batches: list[Batch]
-    units: int
-    stream: StreamState | None
-
-
-def training_batches(
-    task: Task, accumulation: int, steps: range, device: torch.device, stream: StreamState | None = None
-) -> Generator[StepBatches, None, None]:
-    """What each of these steps, counted from 0, takes; for a GPU, prepared a step ahead.
-
-    stream: where the stream stood before them. Raises RunError naming the step for which there are too few batches.
-    """
-    source = task.batches(steps.start * accumulation, stream)
-
-    def prepare(step: int) -> StepBatches:
-        taken = list(itertools.islice(source, accumulation))
-        if len(taken) < accumulation:
-            raise RunError(f"step {step + 1}: the training data ended")
-        batches = [batch for batch, _ in taken]
-        units = sum(task.units(batch) for batch in batches)
-        if device.type == "cuda":
-            batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
-        return StepBatches(batches, units, taken[-1][1])
-
-    def on_device(prepared: StepBatches) -> StepBatches:
-        return prepared._replace(batches=[to_device(batch, device) for batch in prepared.batches])
-
-    if device.type != "cuda":
-        for step in steps:
-            yield on_device(prepare(step))
-        return
-    with ThreadPoolExecutor(1) as worker:
-        ahead = worker.submit(prepare, steps.start) if steps else None
-        for step in steps:
-            assert ahead is not None
-            prepared = ahead.result()
-            if step + 1 < steps.stop:
-                ahead = worker.submit(prepare, step + 1)
-            yield on_device(prepared)
 
 
 def evaluate(
@@ -200,7 +150,7 @@ class _ArmTraining:
     ) -> None:
         self._task, self._model, self._train, self._device = task, model, train, device
         self._log, self._progress, self._stop, self._save = log, progress, stop, save
-        self._result, self._clock = Training(), _Clock(device)
+        self._result, self._clock = Training(), Clock(device)
         self._phases = task.phases()
         self._steps = sum(phase.steps for phase in self._phases)
         self._step = self._first = 0
@@ -289,7 +239,7 @@ class _ArmTraining:
         last = self._phases[-1]
         if last.closure and self._result.stopped_early is None:
             self._result.unconverged = f"{last.name} took all its {last.steps:,} steps without converging"
-        self._note_peak_memory()
+        self._note_peak_memory(last=True)
         self._checkpoint(finished=True)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -416,9 +366,11 @@ class _ArmTraining:
         self._saved = (self._step, len(self._result.validation), state["finished"])
         self._clock.total = state["elapsed"]
 
-    def _note_peak_memory(self) -> None:
-        if self._clock.peak_memory is not None:
-            self._result.peak_memory_bytes = max(self._clock.peak_memory, self._result.peak_memory_bytes or 0)
+    def _note_peak_memory(self, last: bool = False) -> None:
+        """Take over the clock's, which compilation is still part of in the first steps, unless there are no others."""
+        peak, known = self._clock.peak_memory, self._result.peak_memory_bytes
+        if peak is not None and (self._step - self._first > WARMUP_STEPS or (last and known is None)):
+            self._result.peak_memory_bytes = max(peak, known or 0)
 
 
 def _due(step: int, every: int) -> bool:
@@ -441,47 +393,3 @@ def _set_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
 
 def _to_host(scalars: list[Tensor]) -> list[float]:
     return torch.stack([scalar.float() for scalar in scalars]).tolist()
-
-
-class _Clock:
-    """Wall time, units of work and peak memory of training steps, from the latest restart on, evaluations left out."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.units = 0
-        self.seconds = 0.0
-        self.total = 0.0
-        """Seconds of all steps, whatever was restarted."""
-        self.peak_memory = 0 if device.type == "cuda" else None
-        self.resume()
-
-    def restart(self) -> None:
-        """Measure time and units from here."""
-        self.lap()
-        self.units, self.seconds = 0, 0.0
-
-    def forget_peak_memory(self) -> None:
-        """Measure the peak from here: what compilers and their tuning needed is no step's."""
-        if self.peak_memory is not None:
-            self.peak_memory = 0
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def lap(self) -> None:
-        """Add the time since the start, or since the last lap."""
-        synchronize(self._device)
-        now = time.perf_counter()
-        self.seconds += now - self._started
-        self.total += now - self._started
-        self._started = now
-
-    def pause(self) -> None:
-        """An evaluation begins."""
-        self.lap()
-        if self.peak_memory is not None:
-            self.peak_memory = max(self.peak_memory, torch.cuda.max_memory_allocated(self._device))
-
-    def resume(self) -> None:
-        """It is over."""
-        if self.peak_memory is not None:
-            torch.cuda.reset_peak_memory_stats(self._device)
-        self._started = time.perf_counter()

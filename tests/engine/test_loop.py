@@ -7,10 +7,10 @@ import signal
 import pytest
 import torch
 
-from engine import loop
+from engine.batches import training_batches
 from engine.config import TrainConfig
 from engine.errors import Interrupted, RunError
-from engine.loop import best_evaluation, matmul_precision, training_batches
+from engine.loop import best_evaluation, matmul_precision
 from engine.signals import StopSignal
 
 
@@ -161,7 +161,7 @@ def test_batches_prepared_ahead_keep_their_own_states(toy_task, monkeypatch):
                 read.append(index)
                 yield self._samples(index, index), {"read": index + 1}
 
-    monkeypatch.setattr(loop, "to_device", lambda batch, device: batch)  # there need be no GPU
+    monkeypatch.setattr("engine.batches.to_device", lambda batch, device: batch)  # there need be no GPU
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     steps = list(training_batches(Streamed(), 2, range(2, 5), torch.device("cuda"), {"read": 4}))
     assert [[len(batch["x"]) for batch in step.batches] for step in steps] == [[4, 5], [6, 7], [8, 9]]
