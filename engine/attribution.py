@@ -53,6 +53,8 @@ Subset = frozenset[str]
 
 WIDEST = 0.02
 """The width of every interval, as a share of the stock step, at which no more rounds are needed."""
+SAMPLES = {"wall": 0.4, "graph": 0.1}
+"""Seconds that samples take at least: a host that is late now and then is averaged over more steps."""
 MOST_BATCHES = 10
 """Batches of train.timing_rounds rounds after which the pass ends all the same."""
 TIE = 0.02
@@ -114,8 +116,11 @@ def measure(
     device: torch.device,
     stop: StopSignal,
     console: Console,
+    shortest: float,
 ) -> dict[str, Any]:
     """The statistics of the subsets' steps, `rounds` at a time until the intervals are narrow enough; and samples_ms.
+
+    A sample takes at least `shortest` seconds.
 
     samples_ms has each subset's milliseconds a step, one figure a round, by the names of the slots swapped.
     """
@@ -123,7 +128,8 @@ def measure(
     seconds: dict[Subset, NDArray[np.float64]] = {subset: np.empty(0) for subset in steps}
     found: dict[str, Any] = {}
     for batch in range(MOST_BATCHES):
-        timed = timing.time_steps({name: steps[subset] for name, subset in named.items()}, rounds, device, stop, batch)
+        calls = {name: steps[subset] for name, subset in named.items()}
+        timed = timing.time_steps(calls, rounds, device, stop, seed=batch, shortest=shortest)
         seconds = {subset: np.concatenate([seconds[subset], timed[name]]) for name, subset in named.items()}
         found = statistics(seconds, slots)
         console.print(f"{found['rounds']} rounds: the widest interval is {found['widest']:.1%} of the step")
@@ -132,8 +138,19 @@ def measure(
     return {**found, "samples_ms": {name: (seconds[subset] * 1e3).tolist() for name, subset in named.items()}}
 
 
-def capture(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """A training step as a CUDA graph: what replays it. Raises RuntimeError for a step that waits for the GPU."""
+@dataclass(frozen=True)
+class CapturedStep:
+    """A training step as a CUDA graph, and the step it was captured of, whose memory the graph works in."""
+
+    step: Callable[[], object]
+    graph: torch.cuda.CUDAGraph
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def capture(step: Callable[[], object], device: torch.device) -> CapturedStep:
+    """Capture a training step. Raises RuntimeError for one that waits for the GPU."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):  # the first steps compile kernels and allocate the optimizer's state
@@ -143,7 +160,7 @@ def capture(step: Callable[[], object], device: torch.device) -> Callable[[], ob
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+    return CapturedStep(step, graph)
 
 
 def capturable(phase: Phase) -> Phase:
@@ -230,43 +247,18 @@ def run(
 ) -> dict[str, Any]:
     """Measure, leave and print the attribution of a comparison of two arms, stock first.
 
-    Every arm's operators are checked before it is timed. Returns what attribution.json has. Raises RunError for a slot
-    that ran none of its operators.
+    Every arm's operators are checked before it is timed; the files are written after each clock. Returns what
+    attribution.json has. Raises RunError for a slot that ran none of its operators.
     """
     stock, arm = comparison.arms
-    slots = [
-        plain.slot
-        for plain, swapped in zip(stock.implementations, arm.implementations, strict=True)
-        if plain != swapped
-    ]
+    both = zip(stock.implementations, arm.implementations, strict=True)
+    swapped = {chosen.slot: chosen.name for plain, chosen in both if plain != chosen}
+    slots = list(swapped)
     arms = {subset: arm_of(subset, stock, arm) for subset in subsets(slots)}
     console.print(f"timing {len(arms)} arms in turn: {'; '.join(each.name for each in arms.values())}")
     tracker.start("attribution")
     device, rounds = comparison.device, comparison.train.timing_rounds
-    measures: dict[str, Any] = {}
-    with matmul_precision(comparison.train.tf32), compiling(list(arms.values())):
-        operators = {each.name: comparison.operators_of(each) for each in arms.values()}
-        comparison.release()
-        profiles = (
-            {} if arm.compile_mode != "none" else {each.name: _profile(comparison, each) for each in (stock, arm)}
-        )
-        steps: dict[Subset, Callable[[], object]] = {subset: comparison.step_of(each) for subset, each in arms.items()}
-        measures["wall"] = measure(steps, slots, rounds, device, stop, console)
-        steps.clear()
-        comparison.release()
-        reason = why_not_captured(comparison, arm)
-        if reason is None:
-            graphs: dict[Subset, Callable[[], object]] = {}
-            phase = capturable(comparison.task.phases()[0])
-            try:
-                for subset, each in arms.items():
-                    graphs[subset] = capture(comparison.step_of(each, phase=phase), device)
-            except RuntimeError as error:
-                reason = f"a step could not be captured: {str(error).splitlines()[0]}"
-            else:
-                console.print("the same steps as CUDA graphs")
-                measures["graph"] = measure(graphs, slots, rounds, device, stop, console)
-    summary = {
+    summary: dict[str, Any] = {
         "model": comparison.task.name,
         "device": device_name(device),
         "versions": versions(),
@@ -274,16 +266,36 @@ def run(
         "description": comparison.description,
         "stock": stock.name,
         "arm": arm.name,
-        "slots": {i.slot: i.name for i in arm.implementations if i.slot in slots},
-        "measures": measures,
-        "graph_not_measured": reason,
-        "profile": profiles,
-        "operators": operators,
+        "slots": swapped,
+        "measures": {},
+        "graph_not_measured": why_not_captured(comparison, arm),
+        "profile": {},
         "config": dict(resolved),
     }
-    write_atomically(directory / "attribution.json", json.dumps(summary, indent=2) + "\n")
-    write_atomically(directory / "attribution.md", markdown(summary))
-    figures.attribution(directory / "attribution.png", summary)
+
+    def add(clock: str, steps: Mapping[Subset, Callable[[], object]]) -> None:
+        console.print(f"{CLOCKS[clock]}:")
+        summary["measures"][clock] = measure(steps, slots, rounds, device, stop, console, SAMPLES[clock])
+        _write(directory, summary)
+
+    with matmul_precision(comparison.train.tf32), compiling(list(arms.values())):
+        summary["operators"] = {each.name: comparison.operators_of(each) for each in arms.values()}
+        comparison.release()
+        if arm.compile_mode == "none":
+            summary["profile"] = {each.name: _profile(comparison, each) for each in (stock, arm)}
+        add("wall", {subset: comparison.step_of(each) for subset, each in arms.items()})
+        comparison.release()
+        if summary["graph_not_measured"] is None:
+            try:
+                phase = capturable(comparison.task.phases()[0])
+                captured = {
+                    subset: capture(comparison.step_of(each, phase=phase), device) for subset, each in arms.items()
+                }
+            except RuntimeError as error:
+                summary["graph_not_measured"] = f"a step could not be captured: {str(error).splitlines()[0]}"
+                _write(directory, summary)
+            else:
+                add("graph", captured)
     tracker.summarize("attribution", {key: summary[key] for key in ("measures", "profile")})
     console.print()
     for table in tables(summary):
@@ -292,6 +304,12 @@ def run(
         console.print(note)
     console.print(f"written to {directory}: attribution.json, attribution.md, attribution.png, config.yaml")
     return summary
+
+
+def _write(directory: Path, summary: Mapping[str, Any]) -> None:
+    write_atomically(directory / "attribution.json", json.dumps(summary, indent=2) + "\n")
+    write_atomically(directory / "attribution.md", markdown(summary))
+    figures.attribution(directory / "attribution.png", summary)
 
 
 def _profile(comparison: Comparison, arm: Arm) -> dict[str, Any]:
@@ -356,7 +374,7 @@ PART_HEADER = (
     "slot",
     "part, ms a step saved [95 %]",
     "of the stock step",
-    "of the gain",
+    "of the whole",
     "alone, ms",
     "left out, ms",
     "own time in the stock step",

@@ -48,13 +48,20 @@ def median_interval(samples: NDArray[np.float64]) -> Interval:
 
 
 def time_steps(
-    steps: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, stop: StopSignal, seed: int = 0
+    steps: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    stop: StopSignal,
+    *,
+    seed: int = 0,
+    shortest: float | None = None,
 ) -> dict[str, NDArray[np.float64]]:
     """Seconds a step of each arm, one figure a round: in every round each arm is timed once, in random order.
 
     Wall time from a synchronised device to a synchronised device over several steps, the same number for every arm.
-    The order of the arms is drawn from the seed.
+    The order of the arms is drawn from the seed. shortest: seconds, instead of SHORTEST_SAMPLE.
     """
+    shortest = SHORTEST_SAMPLE if shortest is None else shortest
     wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
 
     def sample(step: Callable[[], object], count: int) -> float:
@@ -69,7 +76,7 @@ def time_steps(
     for step in steps.values():
         sample(step, 2)
         warm.append(sample(step, 1))
-    count = max(1, min(math.ceil(SHORTEST_SAMPLE / min(warm)), int(LONGEST_SAMPLE / max(warm))))
+    count = max(1, min(math.ceil(shortest / min(warm)), int(LONGEST_SAMPLE / max(warm))))
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     order, generator = list(steps), random.Random(seed)
     for _ in range(rounds):
