@@ -145,7 +145,7 @@ class GuardedTracker:
     def __init__(self, make: Callable[[], Tracker], limit: float = LIMIT_SECONDS) -> None:
         self._limit = limit
         self._tracker: Tracker | None = None
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="tracker", daemon=True).start()
         self._tracker = self._call(make)
 
@@ -168,6 +168,8 @@ class GuardedTracker:
     def close(self, exit_code: int) -> None:
         """See Tracker."""
         self._guarded(lambda tracker: tracker.close(exit_code))
+        self._tracker = None
+        self._calls.put(None)  # the thread ends
 
     def _guarded(self, call: Callable[[Tracker], None]) -> None:
         tracker = self._tracker
@@ -188,8 +190,8 @@ class GuardedTracker:
         return result
 
     def _work(self) -> None:
-        while True:
-            call, answer = self._calls.get()
+        while (asked := self._calls.get()) is not None:
+            call, answer = asked
             try:
                 answer.put((call(), None))
             except Exception as error:  # noqa: BLE001 - a tracker may raise anything, and none of it may end a training
