@@ -161,7 +161,19 @@ def forward_laplacian_activation(z: Tensor, bias: Tensor | None, activation: str
 def forward_laplacian_activation_backward(
     grad: Tensor, z: Tensor, bias: Tensor | None, activation: str, spatial: int
 ) -> Tensor:
-    grad, z, bias = grad.contiguous(), z.contiguous(), None if bias is None else bias.contiguous()
     gz = z.new_empty(z.shape)
-    _launch(activation_backward_kernel, (grad, z, bias, gz), z, bias, activation, spatial)
+    _backward(grad.contiguous(), z, bias, gz, activation, spatial)
     return gz
+
+
+def forward_laplacian_activation_backward_(
+    grad: Tensor, z: Tensor, bias: Tensor | None, activation: str, spatial: int
+) -> Tensor:
+    """The same in place of grad, which is contiguous: a unit's channels are read before they are written."""
+    _backward(grad, z, bias, grad, activation, spatial)
+    return grad
+
+
+def _backward(grad: Tensor, z: Tensor, bias: Tensor | None, gz: Tensor, activation: str, spatial: int) -> None:
+    z, bias = z.contiguous(), None if bias is None else bias.contiguous()
+    _launch(activation_backward_kernel, (grad, z, bias, gz), z, bias, activation, spatial)

@@ -1,7 +1,7 @@
 """forward_laplacian(x, weights, biases): value, gradient and Laplacian of a multilayer perceptron in one forward sweep.
 
-Rules and source are in `fusedops.operators.forward_laplacian_activation`. The products are stock ones, of all D + 2
-channels of all points with one weight at a time; what is between them runs on operators of this library.
+Rules and source are in `fusedops.operators.forward_laplacian_activation`. A product is of all D + 2 channels of all
+points with one weight.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from fusedops.operators.forward_laplacian_activation import (
     activation_stock,
     check_like,
     check_spatial,
-    forward_laplacian_activation,
 )
 from fusedops.operators.forward_laplacian_layers import (
     MOST_COORDINATES,
     MOST_UNITS,
-    forward_laplacian_input_operator,
     forward_laplacian_output_operator,
     input_channels,
+)
+from fusedops.operators.forward_laplacian_linear import (
+    forward_laplacian_input_linear_operator,
+    forward_laplacian_linear_operator,
 )
 from fusedops.operators.smooth_activations import check_activation
 from fusedops.registration import FLOATING
@@ -46,23 +48,27 @@ def forward_laplacian(
     float64, and one device. activation: "tanh", "sin", "silu" or "gelu" (the exact one), between the layers. spatial:
     how many coordinates, the first ones, take part in the Laplacian; all unless given.
     Returns a Jet: value (N,), gradient (N, D), Laplacian (N,). Differentiable with respect to parameters and points,
-    any order. float32 products are rounded to TF32 only where `torch.backends.cuda.matmul` allows it.
+    any order. float32 products are rounded to TF32 only where `torch.backends.cuda.matmul` allows it; elsewhere a GPU
+    computes each as three of TF32, whose error is that of float32.
     Raises TypeError for another or a mixed dtype, ValueError for shapes, devices, an activation or a number of spatial
     coordinates other than these.
     """
     spatial = _check(x, weights, biases, activation, spatial)
-    # Each layer's activation adds the bias of the layer before it, to the value alone.
+    # What follows a layer adds its bias, to the value alone.
     if x.shape[1] <= MOST_COORDINATES:
-        a = forward_laplacian_input_operator(x, weights[0], biases[0], activation, spatial)
+        z = forward_laplacian_input_linear_operator(x, weights[0], biases[0], weights[1], activation, spatial)
     else:
-        a = forward_laplacian_activation(input_channels(x, weights[0]), biases[0], activation, spatial)
-    for k in range(1, len(weights) - 1):
-        z = _product(a, weights[k])
-        if k == len(weights) - 2 and z.shape[2] <= MOST_UNITS:
-            out = forward_laplacian_output_operator(z, biases[k], weights[-1][0], activation, spatial)
-            return _jet(out, biases[-1])
-        a = forward_laplacian_activation(z, biases[k], activation, spatial)
-    return _jet(_product(a, weights[-1]).squeeze(-1), biases[-1])
+        z = input_channels(x, weights[0])
+        z = forward_laplacian_linear_operator(z, biases[0], weights[1], activation, spatial)
+    if len(weights) == 2:
+        return _jet(z.squeeze(-1), biases[-1])
+    for weight, bias in zip(weights[2:-1], biases[1:-2], strict=True):
+        z = forward_laplacian_linear_operator(z, bias, weight, activation, spatial)
+    if z.shape[2] <= MOST_UNITS:
+        out = forward_laplacian_output_operator(z, biases[-2], weights[-1][0], activation, spatial)
+    else:
+        out = forward_laplacian_linear_operator(z, biases[-2], weights[-1], activation, spatial).squeeze(-1)
+    return _jet(out, biases[-1])
 
 
 def forward_laplacian_stock(

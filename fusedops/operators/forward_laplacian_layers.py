@@ -46,9 +46,8 @@ def input_channels(x: Tensor, weight: Tensor) -> Tensor:
 # forward_laplacian_input
 
 
-def _input_check_as(
-    operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, spatial: int
-) -> None:
+def check_input(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, spatial: int) -> None:
+    """Raise TypeError or ValueError unless x are points (N, D) and the rest goes with them."""
     if x.dtype not in FLOATING:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
         raise TypeError(f"{operator}: x is {x.dtype}; allowed: {allowed}")
@@ -64,11 +63,11 @@ def _input_check_as(
 
 def _input_backward_check(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> None:
     operator = "forward_laplacian_input_backward"
-    _input_check_as(operator, x, weight, *rest)
+    check_input(operator, x, weight, *rest)
     check_like(operator, "grad", grad, (x.shape[1] + 2, x.shape[0], weight.shape[0]), "x", x)
 
 
-def _input_gradients(gz: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def input_gradients(gz: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of weight and bias, from that of the channels."""
     return gz[0].t() @ x + gz[1:-1].sum(1).t(), gz[0].sum(0)
 
@@ -77,7 +76,7 @@ def _input_backward_reference(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, spatial: int
 ) -> tuple[Tensor, Tensor]:
     gz = activation_backward_stock(grad, input_channels(x, weight), bias, activation, spatial)
-    return _input_gradients(gz, x)
+    return input_gradients(gz, x)
 
 
 def _input_backward_cpu(
@@ -161,26 +160,26 @@ def _input_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         z = input_channels(x, weight)
         gz = forward_laplacian_activation_backward_operator(grad, z, bias, ctx.activation, ctx.spatial)
         dx = gz[0] @ weight
-        dweight, dbias = _input_gradients(gz, x)
+        dweight, dbias = input_gradients(gz, x)
     else:
         dx = None
         dweight, dbias = forward_laplacian_input_backward_operator(grad, x, weight, bias, ctx.activation, ctx.spatial)
     return dx, dweight, None if bias is None else dbias, None, None
 
 
-def _input_jvp(ctx: Any, x_t: Tensor | None, weight_t: Tensor | None, bias_t: Tensor | None, *_: None) -> Tensor:
-    x, weight, bias = ctx.saved_tensors
+def input_tangent(ctx: Any, x_t: Tensor | None, weight_t: Tensor | None, bias_t: Tensor | None) -> Tensor:
+    """The change of the first layer's channels where points, weight and bias change; ctx saved these three first."""
+    x, weight, bias = ctx.saved_tensors[:3]
     x_t = torch.zeros_like(x) if x_t is None else x_t
     weight_t = torch.zeros_like(weight) if weight_t is None else weight_t
     value = F.linear(x_t, weight, bias_t) + F.linear(x, weight_t)
-    u = torch.cat([value.unsqueeze(0), input_channels(x, weight_t)[1:]])
-    z = input_channels(x, weight)
+    u, z = torch.cat([value.unsqueeze(0), input_channels(x, weight_t)[1:]]), input_channels(x, weight)
     return computed(activation_tangent, u, z, bias, ctx.activation, ctx.spatial).to(x.dtype)
 
 
 forward_laplacian_input_operator = register(
     schema=("forward_laplacian_input(Tensor x, Tensor weight, Tensor? bias, str activation, int spatial) -> Tensor"),
-    check=lambda *args: _input_check_as("forward_laplacian_input", *args),
+    check=lambda *args: check_input("forward_laplacian_input", *args),
     shape=lambda x, weight, bias, activation, spatial: x.new_empty((x.shape[1] + 2, x.shape[0], weight.shape[0])),
     cpu=_input_cpu,
     kernel=Kernel("forward_laplacian_layers", "forward_laplacian_input"),
@@ -190,7 +189,7 @@ forward_laplacian_input_operator = register(
     stock="the forward Laplacian's formulas after a linear layer of the coordinates",
     setup=_setup,
     backward=_input_backward,
-    jvp=_input_jvp,
+    jvp=lambda ctx, *tangents: input_tangent(ctx, *tangents[:3]),
     vmap=looped_vmap,
     autocast="cast",
 )

@@ -50,11 +50,11 @@ SLOTS: dict[str, Slot] = {
             forward=(
                 laplacian_forward,
                 (
-                    "fusedops::forward_laplacian_input",
-                    "fusedops::forward_laplacian_activation",
+                    "fusedops::forward_laplacian_input_linear",
+                    "fusedops::forward_laplacian_linear",
                     "fusedops::forward_laplacian_output",
-                    "fusedops::forward_laplacian_input_backward",
-                    "fusedops::forward_laplacian_activation_backward",
+                    "fusedops::forward_laplacian_input_linear_backward",
+                    "fusedops::forward_laplacian_linear_backward",
                     "fusedops::forward_laplacian_output_backward",
                 ),
             ),

@@ -1,0 +1,62 @@
+"""forward_laplacian_linear, forward_laplacian_input_linear and their gradients on a GPU: the activation's kernels, and
+products of all channels at once.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fusedops.kernels.forward_laplacian_activation import (
+    forward_laplacian_activation,
+    forward_laplacian_activation_backward_,
+)
+from fusedops.kernels.forward_laplacian_layers import forward_laplacian_input, forward_laplacian_input_backward
+from fusedops.kernels.products import product, product_of_rows
+from fusedops.operators.forward_laplacian_linear import triton_products
+
+
+def _through(a: Tensor, weight: Tensor) -> Tensor:
+    """The channels a (C, N, W) times weight^T, (C, N, V)."""
+    rows = a.flatten(0, 1)
+    if a.numel() and weight.numel() and triton_products(weight):
+        y = product(rows, weight.contiguous())
+    else:
+        y = rows @ weight.t()
+    return y.view(*a.shape[:2], weight.shape[0])
+
+
+def _weight_gradient(grad: Tensor, a: Tensor, weight: Tensor) -> Tensor:
+    grad, a = grad.flatten(0, 1), a.flatten(0, 1)
+    if grad.numel() and a.numel() and triton_products(weight):
+        return product_of_rows(grad, a)
+    return grad.t() @ a
+
+
+def forward_laplacian_linear(z: Tensor, bias: Tensor | None, weight: Tensor, activation: str, spatial: int) -> Tensor:
+    return _through(forward_laplacian_activation(z, bias, activation, spatial), weight)
+
+
+def forward_laplacian_linear_backward(
+    grad: Tensor, z: Tensor, bias: Tensor | None, weight: Tensor, activation: str, spatial: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad = grad.contiguous()
+    # The activation is freed before its gradient is there, which becomes that of z in place.
+    dweight = _weight_gradient(grad, forward_laplacian_activation(z, bias, activation, spatial), weight)
+    gz = forward_laplacian_activation_backward_(_through(grad, weight.t()), z, bias, activation, spatial)
+    return gz, gz[0].sum(0), dweight
+
+
+def forward_laplacian_input_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, next_weight: Tensor, activation: str, spatial: int
+) -> Tensor:
+    return _through(forward_laplacian_input(x, weight, bias, activation, spatial), next_weight)
+
+
+def forward_laplacian_input_linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, next_weight: Tensor, activation: str, spatial: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad = grad.contiguous()
+    dnext = _weight_gradient(grad, forward_laplacian_input(x, weight, bias, activation, spatial), next_weight)
+    da = _through(grad, next_weight.t())
+    dweight, dbias = forward_laplacian_input_backward(da, x, weight, bias, activation, spatial)
+    return dweight, dbias, dnext

@@ -1,0 +1,82 @@
+"""Triton kernels of float32 products on the tensor cores, each as three of TF32 (Ootomo and Yokota 2022).
+
+A float32 number is the sum of two TF32 numbers up to 2^-22 of it; of the four products the one of both small parts is
+left out. Sums are in float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedops.kernels.launching import ceil_div, launch, next_power_of_2
+
+SPLITS = 264  # programs that share the sum over the rows of a `product_of_rows`: two a multiprocessor of an H200
+
+
+@triton.jit
+def product_kernel(
+    a_pointer, weight_pointer, y_pointer, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    tiles_n = tl.cdiv(N, BN)
+    rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
+    columns = (tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN)
+    depths = tl.arange(0, BK)
+    a_pointers = a_pointer + rows[:, None] * K + depths[None, :]
+    weight_pointers = weight_pointer + columns[None, :] * K + depths[:, None]
+    accumulator = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        a = tl.load(a_pointers, mask=(rows < M)[:, None] & (depths < K - k)[None, :], other=0.0)
+        weight = tl.load(weight_pointers, mask=(columns < N)[None, :] & (depths < K - k)[:, None], other=0.0)
+        accumulator = tl.dot(a, weight, accumulator, input_precision="tf32x3")
+        a_pointers += BK
+        weight_pointers += BK
+    mask = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(y_pointer + rows[:, None] * N + columns[None, :], accumulator, mask=mask)
+
+
+@triton.jit
+def product_of_rows_kernel(
+    g_pointer, a_pointer, partial_pointer, rows, M, N, splits, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr
+):  # fmt: skip
+    tiles_n = tl.cdiv(N, BN)
+    tiles = tl.cdiv(M, BM) * tiles_n
+    split = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    m = (tile // tiles_n) * BM + tl.arange(0, BM)
+    n = (tile % tiles_n) * BN + tl.arange(0, BN)
+    accumulator = tl.zeros((BM, BN), tl.float32)
+    for block in range(split, tl.cdiv(rows, BR), splits):
+        r = tl.full((), BR, tl.int64) * block + tl.arange(0, BR)
+        g = tl.load(g_pointer + r[:, None] * M + m[None, :], mask=(r < rows)[:, None] & (m < M)[None, :], other=0.0)
+        a = tl.load(a_pointer + r[:, None] * N + n[None, :], mask=(r < rows)[:, None] & (n < N)[None, :], other=0.0)
+        accumulator = tl.dot(tl.trans(g), a, accumulator, input_precision="tf32x3")
+    partial_pointer += split.to(tl.int64) * M * N
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    tl.store(partial_pointer + m[:, None] * N + n[None, :], accumulator, mask=mask)
+
+
+def _block(size: int) -> int:
+    return min(max(next_power_of_2(size), 16), 128)
+
+
+def product(a: Tensor, weight: Tensor) -> Tensor:
+    """a weight^T; a: (M, K), weight: (N, K), none of them 0; contiguous, float32."""
+    (m, k), n = a.shape, weight.shape[0]
+    y = a.new_empty((m, n))
+    columns = _block(n)
+    programs = ceil_div(m, 128) * ceil_div(n, columns)
+    launch(product_kernel, programs, (a, weight, y), (m, n, k), 8, BM=128, BN=columns, BK=32)
+    return y
+
+
+def product_of_rows(g: Tensor, a: Tensor) -> Tensor:
+    """g^T a; g: (R, M), a: (R, N), none of them 0; contiguous, float32. Deterministic."""
+    (rows, m), n = g.shape, a.shape[1]
+    bm, bn, br = _block(m), _block(n), 32
+    tiles = ceil_div(m, bm) * ceil_div(n, bn)
+    splits = min(ceil_div(SPLITS, tiles), ceil_div(rows, br))
+    partial = g.new_empty((splits, m, n))
+    launch(product_of_rows_kernel, tiles * splits, (g, a, partial), (rows, m, n, splits), 8, 2, BM=bm, BN=bn, BR=br)
+    return partial.sum(0)

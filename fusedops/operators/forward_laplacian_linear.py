@@ -1,0 +1,359 @@
+"""forward_laplacian_linear(z, weight): the activation of a forward Laplacian, then a linear layer on every channel.
+
+forward_laplacian_input_linear(x, weight, bias, next_weight) is the same behind the first layer, whose channels are
+known from points and weights. Gradients compute the activation again: neither its result nor its gradient outlives a
+call, so that a network's step holds one stack of channels a layer instead of two, and none for the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedops.operators.forward_laplacian_activation import (
+    activation_backward_stock,
+    activation_stock,
+    activation_tangent,
+    check_channels,
+    check_like,
+    computed,
+    forward_laplacian_activation,
+    forward_laplacian_activation_backward_operator,
+)
+from fusedops.operators.forward_laplacian_layers import (
+    check_input,
+    forward_laplacian_input_operator,
+    input_channels,
+    input_gradients,
+    input_tangent,
+)
+from fusedops.operators.smooth_activations import ACTIVATIONS
+from fusedops.registration import Cost, Kernel, Operator, Sample, looped_vmap, register
+
+
+def triton_products(weight: Tensor) -> bool:
+    """Whether a GPU multiplies by Triton kernels, each float32 product as three of TF32, which keep float32's accuracy.
+
+    cuBLAS's float32 products run outside of the tensor cores. It computes the others: float64, half types, float32
+    where `torch.backends.cuda.matmul` allows TF32, and few units, which would leave a tile mostly empty.
+    """
+    return (
+        weight.dtype == torch.float32
+        and min(weight.shape) >= 32
+        and torch.backends.cuda.matmul.fp32_precision not in ("tf32", "bf16")
+    )
+
+
+def _path(*args: Any) -> str:
+    weight = args[-3]
+    return "triton" if triton_products(weight) else "cublas+triton"
+
+
+def _check_as(operator: str, z: Tensor, bias: Tensor | None, weight: Tensor, activation: str, spatial: int) -> None:
+    check_channels(operator, z, bias, activation, spatial)
+    if z.dim() != 3:
+        raise ValueError(f"{operator}: z has shape {tuple(z.shape)}; it must be (D + 2, N, W)")
+    check_like(operator, "weight", weight, (*weight.shape[:1], z.shape[2]), "z", z)
+
+
+def _samples(device: torch.device, dtype: torch.dtype, backward: bool) -> Iterator[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def sample(name: str, z: Tensor, weight: Tensor, activation: str, spatial: int, bias: bool = True) -> Sample:
+        grad = [randn(*z.shape[:2], weight.shape[0])] if backward else []
+        return Sample(
+            f"{name}, {activation}",
+            (*grad, z, randn(z.shape[2]) if bias else None, weight / z.shape[2] ** 0.5, activation, spatial),
+        )
+
+    for activation in ACTIVATIONS:
+        yield sample("three coordinates", randn(5, 4, 7), randn(3, 7), activation, 3)
+        yield sample("time", randn(6, 3, 5), randn(7, 5), activation, 3, bias=False)
+    yield sample("one coordinate", randn(3, 17, 3), randn(5, 3), "tanh", 1)
+    yield sample("past one block", randn(5, 33, 150), randn(65, 150), "silu", 3)
+    yield sample("transposed", randn(7, 9, 5).permute(2, 1, 0), randn(7, 3).t(), "gelu", 2)
+    yield sample("expanded", randn(5, 1, 7).expand(5, 4, 7), randn(1, 7).expand(3, 7), "sin", 3)
+    yield sample("no points", randn(5, 0, 7), randn(3, 7), "tanh", 3)
+    yield sample("no units behind", randn(5, 3, 7), randn(0, 7), "tanh", 3)
+
+
+def _cost(z: Tensor, weight: Tensor, products: int, stacks: int) -> Cost:
+    channels, points, units = z.shape
+    rows = channels * points
+    return Cost(
+        flops=2 * products * rows * units * weight.shape[0],
+        bytes=(stacks * z.numel() + rows * weight.shape[0] + products * weight.numel()) * z.itemsize,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The gradient
+
+
+def _backward_check(grad: Tensor, z: Tensor, bias: Tensor | None, weight: Tensor, *rest: Any) -> None:
+    operator = "forward_laplacian_linear_backward"
+    _check_as(operator, z, bias, weight, *rest)
+    check_like(operator, "grad", grad, (*z.shape[:2], weight.shape[0]), "z", z)
+
+
+def _rows(channels: Tensor) -> Tensor:
+    return channels.flatten(0, 1)
+
+
+def _backward_reference(
+    grad: Tensor, z: Tensor, bias: Tensor | None, weight: Tensor, activation: str, spatial: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    gz = activation_backward_stock(grad @ weight, z, bias, activation, spatial)
+    a = activation_stock(z, bias, activation, spatial)
+    return gz, gz[0].sum(0), _rows(grad).t() @ _rows(a)
+
+
+def _backward_cpu(
+    grad: Tensor, z: Tensor, bias: Tensor | None, weight: Tensor, activation: str, spatial: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = computed(_backward_reference, grad, z, bias, weight, activation, spatial)
+    gz, dbias, dweight = (gradient.to(z.dtype) for gradient in gradients)
+    return gz, dbias, dweight.contiguous()
+
+
+forward_laplacian_linear_backward_operator: Operator = register(
+    schema=(
+        "forward_laplacian_linear_backward(Tensor grad, Tensor z, Tensor? bias, Tensor weight, str activation, "
+        "int spatial) -> (Tensor, Tensor, Tensor)"
+    ),
+    check=_backward_check,
+    shape=lambda grad, z, bias, weight, activation, spatial: (
+        z.new_empty(z.shape),
+        z.new_empty(z.shape[2:]),
+        weight.new_empty(weight.shape),
+    ),
+    cpu=_backward_cpu,
+    kernel=Kernel("forward_laplacian_linear", "forward_laplacian_linear_backward", _path),
+    reference=_backward_reference,
+    samples=lambda device, dtype: _samples(device, dtype, True),
+    cost=lambda grad, z, bias, weight, activation, spatial: _cost(z, weight, 2, 2),
+    stock="the gradient of a forward Laplacian's hidden layer",
+    vmap=looped_vmap,
+    autocast="promote",
+    exempt={"autocast": "autocast rounds the reference's products, and leaves what is between them"},
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The operator
+
+
+def _reference(z: Tensor, bias: Tensor | None, weight: Tensor, activation: str, spatial: int) -> Tensor:
+    return activation_stock(z, bias, activation, spatial) @ weight.t()
+
+
+def _cpu(z: Tensor, bias: Tensor | None, weight: Tensor, activation: str, spatial: int) -> Tensor:
+    return computed(_reference, z, bias, weight, activation, spatial).to(z.dtype).contiguous()
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.activation, ctx.spatial = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    z, bias, weight = ctx.saved_tensors
+    if torch.is_grad_enabled():  # a derivative may follow, and takes operators that have one
+        gz = forward_laplacian_activation_backward_operator(grad @ weight, z, bias, ctx.activation, ctx.spatial)
+        a = forward_laplacian_activation(z, bias, ctx.activation, ctx.spatial)
+        dbias, dweight = gz[0].sum(0), _rows(grad).t() @ _rows(a)
+    else:
+        gz, dbias, dweight = forward_laplacian_linear_backward_operator(
+            grad, z, bias, weight, ctx.activation, ctx.spatial
+        )
+    return gz, None if bias is None else dbias, dweight, None, None
+
+
+def _jvp(ctx: Any, z_t: Tensor | None, bias_t: Tensor | None, weight_t: Tensor | None, *_: None) -> Tensor:
+    z, bias, weight = ctx.saved_tensors
+    a = forward_laplacian_activation(z, bias, ctx.activation, ctx.spatial)
+    u = torch.zeros_like(z) if z_t is None else z_t
+    if bias_t is not None:
+        u = torch.cat([(u[0] + bias_t).unsqueeze(0), u[1:]])
+    a_t = computed(activation_tangent, u, z, bias, ctx.activation, ctx.spatial).to(z.dtype)
+    return a_t @ weight.t() if weight_t is None else a_t @ weight.t() + a @ weight_t.t()
+
+
+forward_laplacian_linear_operator = register(
+    schema=("forward_laplacian_linear(Tensor z, Tensor? bias, Tensor weight, str activation, int spatial) -> Tensor"),
+    check=lambda *args: _check_as("forward_laplacian_linear", *args),
+    shape=lambda z, bias, weight, activation, spatial: z.new_empty((*z.shape[:2], weight.shape[0])),
+    cpu=_cpu,
+    kernel=Kernel("forward_laplacian_linear", "forward_laplacian_linear", _path),
+    reference=_reference,
+    samples=lambda device, dtype: _samples(device, dtype, False),
+    cost=lambda z, bias, weight, activation, spatial: _cost(z, weight, 1, 1),
+    stock="the forward Laplacian's formulas before a linear layer",
+    setup=_setup,
+    backward=_backward,
+    jvp=_jvp,
+    vmap=looped_vmap,
+    autocast="cast",
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Behind the first layer
+
+
+def _input_check_as(
+    operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, next_weight: Tensor, activation: str, spatial: int
+) -> None:
+    check_input(operator, x, weight, bias, activation, spatial)
+    check_like(operator, "next_weight", next_weight, (*next_weight.shape[:1], weight.shape[0]), "weight", weight)
+
+
+def _input_backward_check(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> None:
+    operator = "forward_laplacian_input_linear_backward"
+    _input_check_as(operator, x, weight, bias, *rest)
+    check_like(operator, "grad", grad, (x.shape[1] + 2, x.shape[0], rest[0].shape[0]), "x", x)
+
+
+def _input_backward_reference(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, next_weight: Tensor, activation: str, spatial: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    z = input_channels(x, weight)
+    gz, _, dnext = _backward_reference(grad, z, bias, next_weight, activation, spatial)
+    return *input_gradients(gz, x), dnext
+
+
+def _input_backward_cpu(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, next_weight: Tensor, activation: str, spatial: int
+) -> tuple[Tensor, ...]:
+    gradients = computed(_input_backward_reference, grad, x, weight, bias, next_weight, activation, spatial)
+    return tuple(gradient.to(x.dtype).contiguous() for gradient in gradients)
+
+
+def _input_samples(device: torch.device, dtype: torch.dtype, backward: bool) -> Iterator[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def sample(
+        name: str, x: Tensor, weight: Tensor, outputs: int, activation: str, spatial: int, bias: bool = True
+    ) -> Sample:
+        units = weight.shape[0]
+        grad = [randn(x.shape[1] + 2, x.shape[0], outputs)] if backward else []
+        next_weight = randn(outputs, units) / max(units, 1) ** 0.5
+        return Sample(
+            f"{name}, {activation}",
+            (*grad, x, weight, randn(units) if bias else None, next_weight, activation, spatial),
+        )
+
+    for activation in ACTIVATIONS:
+        yield sample("three coordinates", randn(4, 3), randn(7, 3), 3, activation, 3)
+        yield sample("time", randn(3, 4), randn(5, 4), 7, activation, 3, bias=False)
+    yield sample("one coordinate", randn(17, 1), randn(3, 1), 5, "tanh", 1)
+    yield sample("past one block", randn(33, 3), randn(150, 3), 65, "silu", 3)
+    yield sample("transposed", randn(3, 9).t(), randn(3, 7).t(), 3, "gelu", 2)
+    yield sample("expanded", randn(1, 3).expand(5, 3), randn(7, 1).expand(7, 3), 3, "sin", 3)
+    yield sample("no points", randn(0, 3), randn(7, 3), 3, "tanh", 3)
+    yield sample("no units behind", randn(5, 3), randn(7, 3), 0, "tanh", 3)
+
+
+def _input_cost(x: Tensor, next_weight: Tensor, products: int) -> Cost:
+    (points, coordinates), (outputs, units) = x.shape, next_weight.shape
+    rows = (coordinates + 2) * points
+    return Cost(
+        flops=2 * products * rows * units * outputs,
+        bytes=(x.numel() + rows * outputs + products * next_weight.numel()) * x.itemsize,
+    )
+
+
+forward_laplacian_input_linear_backward_operator: Operator = register(
+    schema=(
+        "forward_laplacian_input_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, "
+        "Tensor next_weight, str activation, int spatial) -> (Tensor, Tensor, Tensor)"
+    ),
+    check=_input_backward_check,
+    shape=lambda grad, x, weight, bias, next_weight, activation, spatial: (
+        weight.new_empty(weight.shape),
+        weight.new_empty(weight.shape[:1]),
+        weight.new_empty(next_weight.shape),
+    ),
+    cpu=_input_backward_cpu,
+    kernel=Kernel("forward_laplacian_linear", "forward_laplacian_input_linear_backward", _path),
+    reference=_input_backward_reference,
+    samples=lambda device, dtype: _input_samples(device, dtype, True),
+    cost=lambda grad, x, weight, bias, next_weight, activation, spatial: _input_cost(x, next_weight, 2),
+    stock="the gradient of a forward Laplacian's first two layers",
+    vmap=looped_vmap,
+    autocast="promote",
+    exempt={"autocast": "autocast rounds the reference's products, and leaves what is between them"},
+)
+
+
+def _input_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, next_weight: Tensor, activation: str, spatial: int
+) -> Tensor:
+    return _reference(input_channels(x, weight), bias, next_weight, activation, spatial)
+
+
+def _input_cpu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, next_weight: Tensor, activation: str, spatial: int
+) -> Tensor:
+    return computed(_input_reference, x, weight, bias, next_weight, activation, spatial).to(x.dtype).contiguous()
+
+
+def _input_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, bias, next_weight = ctx.saved_tensors
+    if torch.is_grad_enabled() or ctx.needs[0]:  # as above; and the operator gives no gradient of the points
+        z = input_channels(x, weight)
+        gz = forward_laplacian_activation_backward_operator(grad @ next_weight, z, bias, ctx.activation, ctx.spatial)
+        a = forward_laplacian_input_operator(x, weight, bias, ctx.activation, ctx.spatial)
+        dx, dnext = gz[0] @ weight, _rows(grad).t() @ _rows(a)
+        dweight, dbias = input_gradients(gz, x)
+    else:
+        dx = None
+        dweight, dbias, dnext = forward_laplacian_input_linear_backward_operator(
+            grad, x, weight, bias, next_weight, ctx.activation, ctx.spatial
+        )
+    return dx, dweight, None if bias is None else dbias, dnext, None, None
+
+
+def _input_jvp(
+    ctx: Any,
+    x_t: Tensor | None,
+    weight_t: Tensor | None,
+    bias_t: Tensor | None,
+    next_weight_t: Tensor | None,
+    *_: None,
+) -> Tensor:
+    x, weight, bias, next_weight = ctx.saved_tensors
+    tangent = input_tangent(ctx, x_t, weight_t, bias_t) @ next_weight.t()
+    if next_weight_t is None:
+        return tangent
+    a = forward_laplacian_input_operator(x, weight, bias, ctx.activation, ctx.spatial)
+    return tangent + a @ next_weight_t.t()
+
+
+forward_laplacian_input_linear_operator = register(
+    schema=(
+        "forward_laplacian_input_linear(Tensor x, Tensor weight, Tensor? bias, Tensor next_weight, str activation, "
+        "int spatial) -> Tensor"
+    ),
+    check=lambda *args: _input_check_as("forward_laplacian_input_linear", *args),
+    shape=lambda x, weight, bias, next_weight, activation, spatial: x.new_empty(
+        (x.shape[1] + 2, x.shape[0], next_weight.shape[0])
+    ),
+    cpu=_input_cpu,
+    kernel=Kernel("forward_laplacian_linear", "forward_laplacian_input_linear", _path),
+    reference=_input_reference,
+    samples=lambda device, dtype: _input_samples(device, dtype, False),
+    cost=lambda x, weight, bias, next_weight, activation, spatial: _input_cost(x, next_weight, 1),
+    stock="the forward Laplacian's formulas between two linear layers, the first one of the coordinates",
+    setup=_setup,
+    backward=_input_backward,
+    jvp=_input_jvp,
+    vmap=looped_vmap,
+    autocast="cast",
+)
