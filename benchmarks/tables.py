@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))  # a script's path is its folder; a GPU host need 
 
 import fusedops  # noqa: E402
 from engine import attribution, equivalence  # noqa: E402
+from engine.report import metric_text  # noqa: E402
 from fusedops.benchmark.schema import Report  # noqa: E402
 from fusedops.benchmark.tables import TABLES  # noqa: E402
 from fusedops.registry import OPERATORS  # noqa: E402
@@ -128,7 +129,7 @@ def _arm(summary: dict[str, Any], name: str) -> list[str]:
     speed, memory = arm["throughput"], arm["peak_memory_bytes"]
     return [
         name,
-        ", ".join(f"{metric} {value:.4f}" for metric, value in arm["metrics"].items()),
+        ", ".join(f"{metric} {metric_text(value)}" for metric, value in arm["metrics"].items()),
         f"{speed['value']:,.0f} [{speed['low']:,.0f}, {speed['high']:,.0f}] {speed['unit']}",
         f"{speed['step_ms']:.2f}",
         "-" if ratio is None else f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]",

@@ -19,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 EXPERIMENTS = ("transformer_d512", "transformer_d768")
-KEPT = ("summary.json", "comparison.md", "loss.png", "throughput.png")
+KEPT = ("summary.json", "comparison.md", "loss.png", "throughput.png", "relative_l2.png", "solution-*.png")
+"""Files of a run, some as patterns; those that a model does not have are none."""
 
 
 def main() -> int:
@@ -66,8 +67,9 @@ def keep(directory: Path, results: Path, experiment: str, command: str) -> Path:
     summary["command"] = command
     target = results / folder_of(summary["device"]) / experiment
     target.mkdir(parents=True, exist_ok=True)
-    for name in KEPT:
-        shutil.copyfile(directory / name, target / name)
+    for pattern in KEPT:
+        for path in directory.glob(pattern):
+            shutil.copyfile(path, target / path.name)
     (target / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(f"written to {target}")
     return target

@@ -226,7 +226,7 @@ def _arms_table(summary: Mapping[str, Any]) -> Table:
     for name, arm in arms.items():
         speed = arm["throughput"]
         interval = f"{quantity(speed['value'])} ({quantity(speed['low'])} to {quantity(speed['high'])})"
-        values = (_metric(arm["metrics"][m]) for m in metrics)
+        values = (metric_text(arm["metrics"][m]) for m in metrics)
         rows.append((name, *values, interval, f"{speed['step_ms']:.2f}", _memory(arm["peak_memory_bytes"])))
     for name, loss in summary["references"].items():
         values = (f"{loss:.4f}" if m == "loss" else "-" for m in metrics)
@@ -234,7 +234,8 @@ def _arms_table(summary: Mapping[str, Any]) -> Table:
     return Table("Arms", header, rows)
 
 
-def _metric(value: float) -> str:
+def metric_text(value: float) -> str:
+    """A metric in a table."""
     return f"{value:.4f}" if abs(value) >= 0.1 else f"{value:.4g}"
 
 
