@@ -184,7 +184,8 @@ class TransformerTask(Task):
         tokens = self.text.validation[: min(PROMPT_TOKENS, self.context // 2)].astype("int64")
         prompt = torch.from_numpy(tokens)[None].to(device)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(self.seed)
+            # torch.manual_seed would seed every GPU there is.
+            (torch.cuda if device.type == "cuda" else torch.default_generator).manual_seed(self.seed)
             generated = transformer.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),

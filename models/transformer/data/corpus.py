@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from models.transformer.data.tokens import Document, Tokenizer, Tokens
+from models.transformer.data.tokens import BYTES, Document, Tokenizer, Tokens
 
 GATHERED = 1000
 """Documents that are encoded at once."""
@@ -43,7 +43,7 @@ class Corpus:
 
     def describe(self) -> str:
         """Where the text comes from, and how much of it is in each part."""
-        unit = "bytes" if self.tokenizer.vocabulary == 256 else "tokens"
+        unit = self.tokenizer.unit
         total = len(self.train) + len(self.validation)
         return (
             f"{self.origin}: {len(self.train):,} {unit} of {counted(self.train_documents)} to train, "
@@ -120,16 +120,16 @@ def whole_corpus(
 def split_corpus(encoded: Encoded, fraction: float, tokenizer: Tokenizer, origin: str) -> Corpus:
     """A corpus that holds a fraction of the bytes out: whole documents in the order of their digests.
 
-    Each is taken unless it would bring the bytes held out past the fraction. Where no document is short enough, as of a
-    single one, the end of the last is held out instead.
+    Each is taken unless it would bring the bytes held out past the fraction. Where these come to less than half of it, as
+    of a single document, the end of the longest document is held out instead.
     """
-    budget = fraction * sum(encoded.sizes)
+    wanted = budget = fraction * sum(encoded.sizes)
     held_out: set[int] = set()
     for i in sorted(range(len(encoded.tokens)), key=encoded.digests.__getitem__):
         if encoded.sizes[i] <= budget:
             held_out.add(i)
             budget -= encoded.sizes[i]
-    if not held_out:
+    if budget > wanted / 2:
         return _cut_corpus(encoded, fraction, tokenizer, origin)
     train = [tokens for i, tokens in enumerate(encoded.tokens) if i not in held_out]
     validation = [encoded.tokens[i] for i in sorted(held_out)]
@@ -146,19 +146,21 @@ def split_corpus(encoded: Encoded, fraction: float, tokenizer: Tokenizer, origin
 
 
 def _cut_corpus(encoded: Encoded, fraction: float, tokenizer: Tokenizer, origin: str) -> Corpus:
-    """A corpus whose validation text is the end of the last document."""
-    *before, last = encoded.tokens
-    cut = len(last) - round(fraction * sum(len(tokens) for tokens in encoded.tokens))
-    cut = max(cut, len(last) // 2)
-    end = last[cut:]
+    """A corpus whose validation text is the end of the longest document, at most half of it."""
+    longest = max(range(len(encoded.tokens)), key=lambda i: len(encoded.tokens[i]))
+    whole, total = encoded.tokens[longest], sum(len(tokens) for tokens in encoded.tokens)
+    cut = max(len(whole) - round(fraction * total), len(whole) // 2)
+    end = whole[cut:]
+    train = [tokens[:cut] if i == longest else tokens for i, tokens in enumerate(encoded.tokens)]
+    # Where tokens are not bytes, a cut may fall into a character, which then does not count.
+    size = len(end) if tokenizer.name == BYTES else len(tokenizer.decode(end.tolist()).encode())
     return Corpus(
         tokenizer,
-        join([*before, last[:cut]], tokenizer),
+        join(train, tokenizer),
         join([end], tokenizer),
-        len(encoded.tokens),
+        len(train),
         1,
-        # Exactly the bytes where tokens are bytes; elsewhere a cut may fall into a character, whose bytes do not count.
-        len(end) + 1 if tokenizer.vocabulary == 256 else len(tokenizer.decode(end.tolist()).encode()) + 1,
+        size + 1,
         origin,
-        f"the end of {'the' if not before else 'the last'} document, as no whole one is short enough",
+        "the end of the longest document, as no whole ones come near the share asked for",
     )

@@ -22,17 +22,19 @@ def hub_part(name: str, config: str | None, split: str, field: str, streaming: b
     for a data set, configuration or split that does not exist, naming it.
     """
     asked, called = f"data.name={name}", f"{name} ({split})"
-    if not Path(name).expanduser().is_dir():
+    directory = Path(name).expanduser()
+    if not directory.is_dir():
         require_network(asked, ALTERNATIVES)
+    path = str(directory) if directory.is_dir() else name
     datasets = library()
 
     def load() -> Any:
         try:
-            return datasets.load_dataset(name, config, split=split, streaming=streaming)
+            return datasets.load_dataset(path, config, split=split, streaming=streaming)
         except ConnectionError as error:
             where = f"it is not in the cache ({offline()} is set)" if offline() else first_line(error)
             raise ConnectionError(f"{asked}: {where}\n{ALTERNATIVES}") from error
-        except (ValueError, OSError, datasets.exceptions.DatasetGenerationError) as error:
+        except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetGenerationError) as error:
             details = f"{asked} data.config={config} {key}={split}"
             raise ValueError(f"{details}: {first_line(error)}") from error
 

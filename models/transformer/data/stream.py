@@ -94,11 +94,10 @@ class Stream:
 
     def describe(self) -> str:
         """Where the text comes from, and what it is validated on."""
-        unit = "bytes" if self.tokenizer.vocabulary == 256 else "tokens"
         share = f" (those held out are {self._held_below / 2**64:.1%} of all)" if self._held_below else ""
         return (
             f"{self._origin}: streamed, shuffled in blocks of {counted(self._block_size)}; "
-            f"{len(self.validation):,} {unit} of {counted(self.validation_documents)} to validate{share}"
+            f"{len(self.validation):,} {self.tokenizer.unit} of {counted(self.validation_documents)} to validate{share}"
         )
 
     def batches(
@@ -157,7 +156,7 @@ class Stream:
         for document in documents:
             if document.text and not self._is_held_out(document):
                 block.append(document)
-                size += len(document.text)
+                size += len(document.text.encode())
             if len(block) == self._block_size or size >= BLOCK_BYTES:
                 break
         return self.tokenizer.encode(block)

@@ -36,6 +36,8 @@ class Tokenizer(Protocol):
 
     name: str
     """As the configuration names it."""
+    unit: str
+    """What its tokens are called: "bytes" or "tokens"."""
     vocabulary: int
     """Tokens are below it."""
     separator: int
@@ -57,6 +59,7 @@ class ByteTokenizer:
     """The bytes of UTF-8 as tokens."""
 
     name = BYTES
+    unit = "bytes"
     vocabulary = VOCABULARY
     separator = SEPARATOR
     dtype = np.uint8
@@ -80,6 +83,8 @@ class ByteTokenizer:
 
 class HuggingFaceTokenizer:
     """A tokenizer of `transformers`. Documents are separated by its end-of-text token, which it gets if it has none."""
+
+    unit = "tokens"
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         self.name = name

@@ -91,7 +91,12 @@ def test_a_single_text_is_cut_at_its_end(tmp_path, texts) -> None:
     tokens = corpus.train.tobytes()[1:-1] + corpus.validation.tobytes()[1:-1]
     assert tokens == text.encode()  # without the byte order mark
     assert len(corpus.validation) == pytest.approx(0.1 * len(tokens), abs=3)
-    assert "the end of the document" in corpus.describe()
+    assert "the end of the longest document" in corpus.describe()
+    # A short companion is no validation set.
+    (tmp_path / "readme.md").write_text("A book.\n")
+    corpus = corpus_of(str(tmp_path), validation_fraction=0.1)
+    assert len(corpus.validation) == pytest.approx(0.1 * len(tokens), abs=3)
+    assert corpus.train.tobytes().endswith(b"\0A book.\n\0") and corpus.train_documents == 2
 
 
 def test_validation_text_of_its_own(tmp_path, texts, write_jsonl) -> None:

@@ -78,6 +78,14 @@ def test_what_a_data_set_lacks_is_named(directory: Path, keys: dict[str, str], m
         load(HubConfig(name=str(directory), streaming=streaming, **keys), seed=0)
 
 
+def test_a_data_set_that_is_a_program_is_not_run(directory: Path) -> None:
+    (directory / "set.py").write_text("raise SystemExit('it ran')")
+    for file in directory.glob("*.jsonl"):
+        file.unlink()
+    with pytest.raises(ValueError, match=f"data.name={directory}.*"):
+        load(HubConfig(name=str(directory)), seed=0)
+
+
 @pytest.mark.parametrize("streaming", ["false", "true"])
 def test_without_a_network_the_error_says_so_and_what_needs_none(
     streaming: str, no_network: None, monkeypatch, capfd, tmp_path: Path
