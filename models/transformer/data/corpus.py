@@ -120,8 +120,8 @@ def whole_corpus(
 def split_corpus(encoded: Encoded, fraction: float, tokenizer: Tokenizer, origin: str) -> Corpus:
     """A corpus that holds a fraction of the bytes out: whole documents in the order of their digests.
 
-    Each is taken unless it would bring the bytes held out past the fraction. Where these come to less than half of it, as
-    of a single document, the end of the longest document is held out instead.
+    Each is taken unless it would bring the bytes held out past the fraction. Where these come to less than half of it,
+    as of a single document, the end of the longest document is held out instead.
     """
     wanted = budget = fraction * sum(encoded.sizes)
     held_out: set[int] = set()
