@@ -52,6 +52,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     try:
         save_file(tensors, str(temporary), metadata={DOCUMENT: json.dumps(document)})
     except SafetensorError as error:  # a full disk among others
+        temporary.unlink(missing_ok=True)
         raise OSError(f"{temporary}: {error}") from error
     flush_to_disk(temporary)
     os.replace(temporary, path)
@@ -173,7 +174,8 @@ class ArmCheckpoints:
         before = _checkpoints(self.directory)
         content = {"format": FORMAT, "identity": self._identity, "versions": _versions(), "step": step, "state": state}
         write(path, content)
-        for old in [*before, *self.directory.glob(".checkpoint-*.tmp")]:  # the latter of writes that were killed
+        # Files of writes that were killed are named by `write`, or .tmp... by newer versions of safetensors.
+        for old in [*before, *self.directory.glob(".checkpoint-*.tmp"), *self.directory.glob(".tmp*")]:
             if old != path:
                 old.unlink()
 

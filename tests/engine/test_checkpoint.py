@@ -186,7 +186,8 @@ def test_another_version_is_said(saved, monkeypatch, caplog):
 
 
 def test_the_newest_alone_is_kept(saved):
-    (saved.directory / ".checkpoint-3.safetensors.tmp").touch()  # of a write that was killed
+    for killed in (".checkpoint-3.safetensors.tmp", ".tmpZ9ab31"):  # of writes that were
+        (saved.directory / killed).touch()
     assert saved.newest.name == "checkpoint-12.safetensors"
     saved.save(100, {"step": 100})
     assert [path.name for path in saved.directory.iterdir()] == ["checkpoint-100.safetensors"]
@@ -244,6 +245,7 @@ def test_a_disk_that_is_full_is_an_error_of_the_system(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path / "file", content())
+    assert not list(tmp_path.iterdir())
 
 
 def test_clearing_takes_checkpoints_and_their_models_and_nothing_else(saved, tmp_path):
