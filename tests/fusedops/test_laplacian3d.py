@@ -83,7 +83,7 @@ def pair(u: Tensor, boundary: str, order: int, *, adjoint: bool) -> Tensor:
 @pytest.mark.parametrize("adjoint", [False, True], ids=["forward", "adjoint"])
 @every_kind
 def test_is_its_matrix(device: torch.device, boundary: str, order: int, adjoint: bool) -> None:
-    for shape in [*shapes(boundary, order, 1, 2, 3), (7, 9, 6), (6, 5, 11)]:
+    for shape in [*shapes(boundary, order, 1, 2, 3), (6, 9, 7)]:
         u = torch.randn(shape if not adjoint else results(shape, boundary, order), dtype=torch.float64, device=device)
         expected = by_matrix(u, shape, boundary, order, adjoint=adjoint)
         out = pair(u, boundary, order, adjoint=adjoint)
@@ -113,7 +113,7 @@ def test_a_march_of_planes(monkeypatch: pytest.MonkeyPatch, boundary: str, order
 
     monkeypatch.setattr(kernels, "PROGRAMS", 1)
     monkeypatch.setattr(kernels, "LONGEST_MARCH", 4)
-    for shape in ((10, 9, 32), (11, 35, 7), (7, 3, 139)):
+    for shape in ((10, 9, 32), (11, 35, 7), (6, 5, 139)):
         u = torch.randn(shape if not adjoint else results(shape, boundary, order), dtype=torch.float64)
         expected = by_matrix(u.float(), shape, boundary, order, adjoint=adjoint)
         out = pair(u.float(), boundary, order, adjoint=adjoint)
@@ -122,14 +122,14 @@ def test_a_march_of_planes(monkeypatch: pytest.MonkeyPatch, boundary: str, order
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_any_strides(device: torch.device, dtype: torch.dtype) -> None:
-    base = torch.randn(3, 10, 14, 9, device=device).to(dtype)
+    base = torch.randn(2, 6, 7, 8, device=device).to(dtype)
     cases = {
-        "permuted": base[0].permute(2, 0, 1),
+        "permuted": base[0].permute(1, 2, 0),
         "sliced": base[:, 1::2, 3:, ::2],
-        "expanded": base[1, :, :1, 2:].expand(10, 5, 7),
-        "batch expanded": base[:1, :5, :6].expand(4, 5, 6, 9),
-        "batch permuted": base.permute(3, 0, 2, 1),
-        "two batches that do not merge": base.unflatten(1, (2, 5)).transpose(0, 1)[..., 1:],
+        "expanded": base[1, :, :1, 2:].expand(6, 5, 6),
+        "batch expanded": base[:1, :3, :4].expand(3, 3, 4, 8),
+        "batch permuted": base.permute(2, 0, 3, 1),
+        "two batches that do not merge": base.unflatten(1, (2, 3)).transpose(0, 1)[..., 1:],
     }
     for name, u in cases.items():
         out = fusedops.laplacian3d(u, SPACING, "neumann")
@@ -154,11 +154,11 @@ def quadratic(n: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize(
-    "n", [17, pytest.param(96, id="96, slow", marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.gpu)]
+    "n", [9, pytest.param(96, id="96, slow", marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.gpu)]
 )
 @every_kind
 def test_of_a_quadratic_is_twelve(device: torch.device, boundary: str, order: int, n: int) -> None:
-    if device.type != "cuda" and (n == 256 or (n > 17 and INTERPRETING)):
+    if device.type != "cuda" and (n == 256 or (n == 96 and INTERPRETING)):
         pytest.skip("on a GPU")
     for dtype, bound in ((torch.float32, None), (torch.float64, 1e-9)):
         u, h = quadratic(n, device, dtype)
@@ -270,7 +270,7 @@ def test_exact_for_polynomials(boundary: str, order: int, degree: int) -> None:
 
 @every_kind
 def test_adjointness(device: torch.device, boundary: str, order: int) -> None:
-    for shape in [*shapes(boundary, order, 1, 2), (7, 9, 6), (11, 6, 5)]:
+    for shape in [*shapes(boundary, order, 1), (7, 9, 6)]:
         u = torch.randn(2, *shape, dtype=torch.float64, device=device)
         v = torch.randn(2, *results(shape, boundary, order), dtype=torch.float64, device=device)
         a, b = (
@@ -289,14 +289,14 @@ def test_self_adjoint_ones_are_their_adjoint(device: torch.device, boundary: str
 
 @pytest.mark.parametrize("adjoint", [False, True], ids=["forward", "adjoint"])
 @every_kind
-def test_finite_differences(device: torch.device, boundary: str, order: int, adjoint: bool) -> None:
+def test_finite_differences(boundary: str, order: int, adjoint: bool) -> None:
     n = order + 1 if boundary == "valid" and not adjoint else 2
-    u = torch.randn(n, n + 1, n, dtype=torch.float64, device=device, requires_grad=True)
+    u = torch.randn(n, n + 1, n, dtype=torch.float64, requires_grad=True)
 
     def function(u: Tensor) -> Tensor:  # not linear, so that its second derivative is not 0
         return pair(u * u, boundary, order, adjoint=adjoint)
 
-    assert gradcheck(function, (u,), check_forward_ad=True, fast_mode=INTERPRETING)
+    assert gradcheck(function, (u,), check_forward_ad=True)
     assert gradgradcheck(function, (u,), fast_mode=True)
 
 
@@ -321,7 +321,7 @@ def test_third_order(device: torch.device) -> None:
 
 def test_transforms(device: torch.device) -> None:
     """vmap along any dimension of a strided batch, and the Jacobian forward and backward."""
-    u = torch.randn(4, 3, 5, 2, dtype=torch.float64, device=device)
+    u = torch.randn(3, 2, 4, 2, dtype=torch.float64, device=device)
 
     def function(u: Tensor) -> Tensor:
         return fusedops.laplacian3d(u, SPACING, "neumann")
@@ -329,7 +329,7 @@ def test_transforms(device: torch.device) -> None:
     for dim in range(4):
         looped = torch.stack([function(u.select(dim, i)) for i in range(u.shape[dim])])
         torch.testing.assert_close(torch.func.vmap(function, dim)(u), looped)
-    small = u[:2, :2, :, 0]
+    small = u[:2, :, :3, 0]
     torch.testing.assert_close(torch.func.jacfwd(function)(small), torch.func.jacrev(function)(small))
 
 
