@@ -42,9 +42,9 @@ def compile_model(
         return
     options: dict[str, Any] = {"backend": arm.backend}
     if arm.backend == "inductor":  # the only one with modes
-        mode = MODES[arm.compile_mode]
-        options["mode"] = mode if graphs else WITHOUT_GRAPHS.get(mode, mode)
-        if graphs and has_graphs(arm, device):
+        mode, graphed = MODES[arm.compile_mode], graphs and has_graphs(arm, device)
+        options["mode"] = mode if graphed else WITHOUT_GRAPHS.get(mode, mode)
+        if graphed:
             _graphed.add(model)
     compile(model, **options)
 

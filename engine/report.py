@@ -302,7 +302,7 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
 def _compile_note(name: str, log: Mapping[str, Any]) -> str:
     return (
         f"{name}: compiling took {log['seconds']:.1f} s ({log['graphs']} graphs), which no throughput contains; "
-        f"recompiled {log['training_recompiles']} times in training, {log['evaluation_recompiles']} in evaluation."
+        f"recompilations: {log['training_recompiles']} in training, {log['evaluation_recompiles']} in evaluation."
     )
 
 

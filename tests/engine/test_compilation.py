@@ -89,6 +89,26 @@ def test_inductor_takes_over_the_pointwise_operator(toy_task, compare):
     assert comparison.compilation["fused+compile"].training_recompiles == 0
 
 
+@pytest.mark.parametrize(
+    ("mode", "device", "graphs", "asked"),
+    [
+        ("default", "cuda", True, "default"),
+        ("reduce_overhead", "cuda", True, "reduce-overhead"),
+        ("reduce_overhead", "cuda", False, "default"),
+        ("reduce_overhead", "cpu", True, "default"),
+        ("max_autotune", "cuda", True, "max-autotune"),
+        ("max_autotune", "cuda", False, "max-autotune-no-cudagraphs"),
+        ("max_autotune", "cpu", True, "max-autotune-no-cudagraphs"),
+    ],
+)
+def test_modes_are_torch_compiles_and_graphs_a_gpus(mode, device, graphs, asked):
+    given = {}
+    model, arm = torch.nn.Linear(1, 1), Arm("fused", (), mode)
+    compile_model(lambda model, **options: given.update(options), model, arm, torch.device(device), graphs)
+    assert given == {"backend": "inductor", "mode": asked}
+    assert compilation.is_graphed(model) == (asked in ("reduce-overhead", "max-autotune"))
+
+
 def test_checkpoints_of_compiled_and_plain_models_are_the_same(toy_task, compare):
     comparison = compare(toy_task())
     plain, other = comparison.build(comparison.arms[1]), comparison.build(compiled_arm())
