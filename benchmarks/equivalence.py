@@ -69,6 +69,8 @@ class Request:
         with initialize_config_dir(str(train.CONFIGS), version_base="1.3"):
             settings = config.resolve(compose("config", overrides), train.MODELS)
         task = train.make_task(settings)
+        for group, decided in task.chosen.items():
+            settings.resolved[group] |= decided
         arms, _ = arms_of(settings.values.ops, "native", task.slots, settings.values.compile)
         if self.faults:
             return settings, task, [arms[0], *faulty_arms(arms[0], task.slots)]
