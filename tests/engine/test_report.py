@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from engine import report
+from engine.config import TrainConfig
 from engine.tracking import NullTracker
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -110,3 +111,20 @@ def test_versions_name_the_commit_or_nothing(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("FUSEDOPS_COMMIT", raising=False)
     assert report.versions()["git"] is None
+
+
+def test_an_early_stop_is_said_and_reported_by_its_best_evaluation(toy_task, compare, tmp_path):
+    task, script = toy_task(steps=9), iter([3.0, 2.0, 2.5, 2.25, 3.0, 2.5, 2.0, 1.5, 1.0])
+    task.evaluate = lambda model, batches: {"loss": next(script)}
+    comparison = compare(task, train=TrainConfig(eval_every=2, early_stop=2, accumulation=3, device="cpu"))
+    comparison.run()
+    summary = report.summarize(comparison, "native", {})
+    native, fused = summary["arms"]["native"], summary["arms"]["fused"]
+    assert native["metrics"] == {"loss": 2.0} and native["training"]["reported_step"] == 4
+    assert native["training"]["steps"] == 8 and "stopped at step 8 of 9" in native["training"]["stopped_early"]
+    assert fused["training"]["reported_step"] == fused["training"]["steps"] == 9
+    assert fused["training"]["stopped_early"] is None
+    said = "\n".join(report.notes(summary))
+    assert "native: stopped at step 8 of 9: in 2 evaluations the validation loss did not fall below" in said
+    assert "native: metrics and saved model are those of step 4, its best." in said and "fused: " not in said
+    assert native["tflops"] == pytest.approx(3 * 1000 / native["throughput"]["step_ms"] / 1e9)
