@@ -53,9 +53,9 @@ Subset = frozenset[str]
 
 WIDEST = 0.02
 """The width of every interval, as a share of the stock step, at which no more rounds are needed."""
-SAMPLES = {"wall": 0.4, "graph": 0.1}
-"""Seconds that samples take at least: a host that is late now and then is averaged over more steps."""
-MOST_BATCHES = 10
+SHORTEST_SAMPLE = 0.05
+"""Seconds that samples take at least: rounds are short and many, since a host's speed may change within seconds."""
+MOST_BATCHES = 40
 """Batches of train.timing_rounds rounds after which the pass ends all the same."""
 TIE = 0.02
 """A part whose interval lies within this share of the stock step is called a tie."""
@@ -116,11 +116,8 @@ def measure(
     device: torch.device,
     stop: StopSignal,
     console: Console,
-    shortest: float,
 ) -> dict[str, Any]:
     """The statistics of the subsets' steps, `rounds` at a time until the intervals are narrow enough; and samples_ms.
-
-    A sample takes at least `shortest` seconds.
 
     samples_ms has each subset's milliseconds a step, one figure a round, by the names of the slots swapped.
     """
@@ -129,11 +126,13 @@ def measure(
     found: dict[str, Any] = {}
     for batch in range(MOST_BATCHES):
         calls = {name: steps[subset] for name, subset in named.items()}
-        timed = timing.time_steps(calls, rounds, device, stop, seed=batch, shortest=shortest)
+        timed = timing.time_steps(calls, rounds, device, stop, seed=batch, shortest=SHORTEST_SAMPLE, close=True)
         seconds = {subset: np.concatenate([seconds[subset], timed[name]]) for name, subset in named.items()}
         found = statistics(seconds, slots)
-        console.print(f"{found['rounds']} rounds: the widest interval is {found['widest']:.1%} of the step")
-        if found["narrow_enough"]:
+        ends = found["narrow_enough"] or batch + 1 == MOST_BATCHES
+        if ends or (batch + 1).bit_count() == 1:
+            console.print(f"{found['rounds']} rounds: the widest interval is {found['widest']:.1%} of the step")
+        if ends:
             break
     return {**found, "samples_ms": {name: (seconds[subset] * 1e3).tolist() for name, subset in named.items()}}
 
@@ -275,7 +274,7 @@ def run(
 
     def add(clock: str, steps: Mapping[Subset, Callable[[], object]]) -> None:
         console.print(f"{CLOCKS[clock]}:")
-        summary["measures"][clock] = measure(steps, slots, rounds, device, stop, console, SAMPLES[clock])
+        summary["measures"][clock] = measure(steps, slots, rounds, device, stop, console)
         _write(directory, summary)
 
     with matmul_precision(comparison.train.tf32), compiling(list(arms.values())):

@@ -55,11 +55,14 @@ def time_steps(
     *,
     seed: int = 0,
     shortest: float | None = None,
+    close: bool = False,
 ) -> dict[str, NDArray[np.float64]]:
     """Seconds a step of each arm, one figure a round: in every round each arm is timed once, in random order.
 
     Wall time from a synchronised device to a synchronised device over several steps, the same number for every arm.
-    The order of the arms is drawn from the seed. shortest: seconds, instead of SHORTEST_SAMPLE.
+    The order of the arms is drawn from the seed. shortest: seconds, instead of SHORTEST_SAMPLE. close: a GPU is left to
+    rest before a round, not before each sample, so that a round is short: a host whose own speed changes within seconds
+    is then the same for all arms of a round, and their ratios are steady where their times are not.
     """
     shortest = SHORTEST_SAMPLE if shortest is None else shortest
     wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
@@ -81,9 +84,9 @@ def time_steps(
     order, generator = list(steps), random.Random(seed)
     for _ in range(rounds):
         generator.shuffle(order)
-        for name in order:
+        for place, name in enumerate(order):
             stop.check()
-            if device.type == "cuda":
+            if device.type == "cuda" and not (close and place):
                 wait()
                 time.sleep(IDLE_SECONDS)
             seconds[name].append(sample(steps[name], count))

@@ -145,19 +145,20 @@ def test_a_verdict_claims_no_more_than_the_interval(low, high, expected):
     assert verdict({"low": low, "high": high}).startswith(expected)
 
 
-@pytest.mark.parametrize(("noise", "batches"), [(0.001, 1), (0.2, attribution.MOST_BATCHES)])
+@pytest.mark.parametrize(("noise", "batches"), [(0.001, 1), (0.5, attribution.MOST_BATCHES)])
 def test_rounds_are_added_until_the_intervals_are_narrow_or_the_limit_is_reached(monkeypatch, noise, batches):
     asked = []
 
-    def time_steps(steps, rounds, device, stop, *, seed, shortest):
-        asked.append((rounds, seed, shortest))
+    def time_steps(steps, rounds, device, stop, *, seed, shortest, close):
+        asked.append((rounds, seed))
+        assert (shortest, close) == (attribution.SHORTEST_SAMPLE, True)
         times = rounds_of(SAVED, rounds, noise, drift=0.1)
         return {name: times[subset] for name, subset in zip(steps, times, strict=True)}
 
     monkeypatch.setattr(timing, "time_steps", time_steps)
     steps = {subset: lambda: None for subset in subsets(list(SAVED))}
-    found = attribution.measure(steps, list(SAVED), 9, CPU, StopSignal(), Console(quiet=True), 0.25)
-    assert asked == [(9, seed, 0.25) for seed in range(batches)] and found["rounds"] == 9 * batches
+    found = attribution.measure(steps, list(SAVED), 9, CPU, StopSignal(), Console(quiet=True))
+    assert asked == [(9, seed) for seed in range(batches)] and found["rounds"] == 9 * batches
     assert found["narrow_enough"] == (batches == 1)
     assert {len(samples) for samples in found["samples_ms"].values()} == {9 * batches}
 
@@ -216,7 +217,7 @@ def test_a_slots_own_time_has_its_forward_and_its_backward():
 def summary(compare, toy_task, tmp_path, monkeypatch):
     comparison, console = compare(toy_task(5)), Console(file=io.StringIO(), width=240)
     monkeypatch.setattr(attribution, "MOST_BATCHES", 2)
-    monkeypatch.setattr(attribution, "SAMPLES", {"wall": 0.0})
+    monkeypatch.setattr(attribution, "SHORTEST_SAMPLE", 0.0)
     stop, tracker = StopSignal(), Recorder()
     found = attribution.run(comparison, RESOLVED, tmp_path, console, tracker, stop)
     found["shown"], found["recorded"] = console.file.getvalue(), tracker.recorded
