@@ -98,8 +98,8 @@ class ProblemConfig:
     """Order of the differences, 2 or 4, of the implementations that take them on a grid."""
     boundary: str = "hard"
     """hard: the network's output is transformed so that it meets the conditions; soft: a term of the loss."""
-    boundary_weight: float = 100.0
-    """Weight of the soft boundary's mean squared error beside the mean squared residual."""
+    boundary_weight: float | None = None
+    """Weight of the soft boundary's mean squared error beside the mean squared residual; null is the problem's own."""
     boundary_points: int = 600
     """Points of a step on the soft boundary, shared evenly by its faces."""
     validation_points: int = 27
@@ -115,7 +115,8 @@ class ProblemConfig:
         if self.order not in (2, 4):
             raise ValueError(f"problem.order={self.order}: allowed: 2, 4")
         check_choice("problem.boundary", self.boundary, BOUNDARIES)
-        check_at_least("problem.boundary_weight", self.boundary_weight, 0)
+        if self.boundary_weight is not None:
+            check_at_least("problem.boundary_weight", self.boundary_weight, 0)
         check_at_least("problem.boundary_points", self.boundary_points, 0)
         check_at_least("problem.validation_points", self.validation_points, 3)
         check_at_least("problem.target", self.target, 0)

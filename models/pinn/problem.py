@@ -46,6 +46,8 @@ class Problem(ABC):
     """The corner of the box where all coordinates are least."""
     upper: ClassVar[tuple[float, ...]] = (1.0, 1.0, 1.0)
     """The corner where they are largest."""
+    boundary_weight: ClassVar[float] = 1000.0
+    """Weight of soft boundary conditions where the configuration gives none: of the order of the residual squared."""
 
     @abstractmethod
     def exact(self, x: Tensor) -> Tensor:

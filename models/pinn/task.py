@@ -82,6 +82,8 @@ class PINNTask(Task):
             self.grid = data.grid(self.problem, batch_size, problem.order)
             self._other_grid = data.grid(self.problem, (self.grid.shape[0] + 1) ** len(self.grid.shape), problem.order)
         self._resample = problem.sampling != "grid" and problem.resample is not False
+        weight = problem.boundary_weight
+        self._boundary_weight = self.problem.boundary_weight if weight is None else weight
         self._first = self.batch(0)
         self._fixed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -148,7 +150,7 @@ class PINNTask(Task):
         loss = self._residual(model, batch["interior"], grid).square().mean()
         if "boundary" in batch:
             x = batch["boundary"].to(_dtype(model))
-            loss = loss + self.settings.boundary_weight * (model(x) - self.problem.exact(x)).square().mean()
+            loss = loss + self._boundary_weight * (model(x) - self.problem.exact(x)).square().mean()
         return loss
 
     def _residual(self, model: nn.Module, x: Tensor, grid: Grid | None) -> Tensor:

@@ -18,6 +18,7 @@ class AllenCahn(Problem):
 
     equation = "-0.1 lap u + u^3 - u = f, f made for u = sin(2 pi x) sin(pi y) sin(pi z), u = 0 on the boundary"
     source = "Allen, Cahn 1979 (doi:10.1016/0001-6160(79)90196-2), steady, with a manufactured solution"
+    boundary_weight = 10.0
 
     def exact(self, x: Tensor) -> Tensor:
         return sines(x, K)

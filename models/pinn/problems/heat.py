@@ -23,6 +23,7 @@ class Heat(Problem):
     )
     lower = (0.0, 0.0, 0.0, 0.0)
     upper = (1.0, 1.0, 1.0, 1.0)
+    boundary_weight = 10.0
 
     def exact(self, x: Tensor) -> Tensor:
         return _modes(x, x[:, 3])

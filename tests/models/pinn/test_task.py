@@ -210,6 +210,22 @@ def test_every_implementation_trains_every_problem(implementation: str, problem:
     assert {p.dtype for p in model.parameters()} == {torch.float64}
 
 
+def test_soft_boundary_conditions_are_learnt() -> None:
+    task = task_of({"width": 16}, {"name": "heat", "boundary": "soft"}, steps=150, batch_size=128)
+    model = model_of(task, "fused")
+    stepper = make_stepper(task, model, task.phases()[0], TrainConfig(grad_clip=0.0), CPU)
+    x = task.batch(1000)["boundary"].float()
+
+    def miss() -> float:
+        with torch.no_grad():
+            return float((model(x) - task.problem.exact(x)).norm() / task.problem.exact(x).norm())
+
+    before = miss()
+    for step in range(150):
+        stepper(task.batch(step))
+    assert miss() < 0.6 * before
+
+
 @pytest.mark.parametrize("boundary", ["hard", "soft"])
 def test_the_description_says_what_is_solved_and_how(boundary: str) -> None:
     task = task_of({"lbfgs_steps": 6, "lbfgs_float64": True}, {"name": "heat", "boundary": boundary})
