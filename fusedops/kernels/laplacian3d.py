@@ -189,15 +189,13 @@ def laplacian3d_kernel(
     batch = (program // (z_tiles * y_tiles * marches)).to(tl.int64)
 
     u_pointer += batch * batch_stride
+    if WIDE:
+        y_start = y_start.to(tl.int64)
+        z_start = z_start.to(tl.int64)
     y = y_start + tl.arange(0, BLOCK_Y)
     z = z_start + tl.arange(0, BLOCK_Z)
     out_exist = (y < out_y)[:, None] & (z < out_z)[None, :]
-    out_rows = y
-    if WIDE:
-        y = y.to(tl.int64)
-        z = z.to(tl.int64)
-        out_rows = out_rows.to(tl.int64)
-    out_offsets = out_rows[:, None] * out_z + z[None, :]
+    out_offsets = y[:, None] * out_z + z[None, :]
     out_plane = tl.full((), 1, tl.int64) * out_y * out_z
     y += SHIFT
     z += SHIFT

@@ -385,18 +385,31 @@ def test_offsets_of_64_bits_only_where_a_plane_needs_them(monkeypatch: pytest.Mo
     assert recorded_launch(monkeypatch, strided)[1]["WIDE"] is True
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("boundary", definition.BOUNDARIES)
+def test_offsets_of_64_bits_are_right(monkeypatch: pytest.MonkeyPatch, boundary: str) -> None:
+    from fusedops.kernels import laplacian3d as kernels
+
+    launch = kernels.launch
+    monkeypatch.setattr(kernels, "launch", lambda *args, **constants: launch(*args, **constants | {"WIDE": True}))
+    u = torch.randn(2, 4, 5, 16)
+    expected = by_matrix(u, (4, 5, 16), boundary, 2)
+    torch.testing.assert_close(fusedops.laplacian3d(u, SPACING, boundary).double(), expected, rtol=1e-5, atol=2e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2, 1024, 1024, 1025), (1, 3, 2**16, 2**14 + 1)], ids=str)
-def test_more_elements_than_31_bits_count(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", [(2, 1024, 1024, 1025), (1, 2**16, 2**15 + 1)], ids=str)
+def test_more_elements_than_31_bits_count(shape: tuple[int, ...], transposed: bool) -> None:
     u = torch.randn(shape, device="cuda", dtype=torch.float16)
-    out = fusedops.laplacian3d(u, 1.0)
-    last = u[-1, -9:, -9:, -9:].double()
-    # The first of these planes, rows and columns lack their neighbours.
-    expected = definition.laplacian3d_stock(last, (1.0,) * 3, "dirichlet", 2)
-    first = [1 if n > 9 else 0 for n in shape[-3:]]
-    kept = tuple(slice(start, None) for start in first)
-    torch.testing.assert_close(out[-1, -9:, -9:, -9:].double()[kept], expected[kept], rtol=1e-3, atol=1e-3)
+    u = u.mT if transposed else u
+    corner = (..., *(slice(-9, None),) * 3)
+    out = fusedops.laplacian3d(u, 1.0)[corner].double()
+    expected = definition.laplacian3d_stock(u[corner].double(), (1.0,) * 3, "dirichlet", 2)
+    # Where the corner starts inside of the grid, its first nodes lack their neighbours there.
+    inner = (..., *(slice(int(n > 9), None) for n in shape[-3:]))
+    torch.testing.assert_close(out[inner], expected[inner], rtol=1e-3, atol=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
