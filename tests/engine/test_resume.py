@@ -7,6 +7,7 @@ import itertools
 import json
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from torch import nn
 
 from engine import resume, timing
 from engine.arms import operator_set
-from engine.checkpoint import read
+from engine.checkpoint import load_weights, read
 from engine.comparison import Comparison
 from engine.config import TrainConfig
 from engine.errors import ConfigError, Interrupted, RunError
@@ -83,8 +84,12 @@ TASKS = {"map-style": UnevenTask, "streamed": StreamedTask}
 class Run:
     """Runs of one configuration in one directory, one after the other as separate processes would."""
 
-    def __init__(self, directory: Path, task: type[ToyTask] = UnevenTask, **train: object) -> None:
+    def __init__(
+        self, directory: Path, task: type[ToyTask] = UnevenTask, compile_mode: str = "none", **train: object
+    ) -> None:
         self.directory, self.task, self._train = directory, task, TrainConfig(**TRAIN | train)
+        self._device = torch.device(self._train.device)
+        self._compile = {"compile_mode": compile_mode, "backend": "aot_eager"}
         directory.mkdir()
 
     def start(self, resumed: bool = False, kill: bool = False, **at: int) -> Comparison:
@@ -93,9 +98,9 @@ class Run:
         task.stop = stop
         comparison = Comparison(
             task,
-            [operator_set(name, task.slots) for name in ("native", "fused")],
+            [replace(operator_set(name, task.slots), **self._compile) for name in ("native", "fused")],
             self._train,
-            torch.device("cpu"),
+            self._device,
             self.directory,
             NullTracker(),
             Console(file=io.StringIO()),
@@ -182,6 +187,41 @@ def test_a_run_stopped_at_any_step_and_resumed_is_the_uninterrupted_one(tmp_path
         for arm, training in expected.trainings.items():
             assert found.trainings[arm].losses == training.losses
             assert found.trainings[arm].validation == training.validation
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("task", TASKS)
+def test_on_a_gpu_batches_prepared_ahead_and_its_generator_go_on_too(tmp_path, task, precision):
+    settings = {"task": TASKS[task], "accumulation": 2, "precision": precision, "device": "cuda"}
+    whole, run = (Run(tmp_path / name, **settings) for name in ("whole", "run"))
+    expected = whole.start()
+    run.stopped(native=5)  # the signal comes while the fifth step's batches are prepared, hence during the fourth
+    assert (tmp_path / "run/native/checkpoint-4.safetensors").exists()
+    run.stopped(resumed=True, fused=9)
+    found = run.start(resumed=True)
+    assert run.lines() == whole.lines()
+    for arm, training in expected.trainings.items():
+        assert found.trainings[arm].losses == training.losses
+
+
+def test_a_compiled_arm_goes_on_as_it_would_have_and_its_checkpoint_is_a_plain_ones(tmp_path):
+    whole, run = (Run(tmp_path / name, compile_mode="default") for name in ("whole", "run"))
+    compiled = whole.start()
+    run.stopped(native=4)
+    run.stopped(resumed=True, fused=8)
+    run.start(resumed=True)
+    assert run.lines() == whole.lines() and run.results() == whole.results()
+
+    plain = Run(tmp_path / "plain").start()
+    for arm in plain.arms:
+        names = read(tmp_path / "plain" / arm.name / f"checkpoint-{STEPS}.safetensors")["state"]["model"].keys()
+        state = read(tmp_path / "whole" / arm.name / f"checkpoint-{STEPS}.safetensors")["state"]
+        assert state["model"].keys() == names == plain.build(arm).state_dict().keys()
+        for comparison in (plain, compiled):
+            model = comparison.build(comparison.arms[0])
+            load_weights(model, state["model"], "the compiled arm's checkpoint")
+            assert all(torch.equal(tensor, state["model"][name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("task", TASKS)
