@@ -86,7 +86,7 @@ def test_equivalence_from_the_command_line_goes_on_in_the_same_directory(monkeyp
 
 
 def test_a_tracker_gets_the_final_figures_of_both(monkeypatch, tmp_path):
-    monkeypatch.setattr(attribution, "SAMPLES", {"wall": 0.0})
+    monkeypatch.setattr(attribution, "SHORTEST_SAMPLE", 0.0)
     monkeypatch.setattr(attribution, "MOST_BATCHES", 1)
     for name, asked in (("equivalence", "equivalence=2"), ("attribution", "ablate=true")):
         directory = tmp_path / name
@@ -97,7 +97,7 @@ def test_a_tracker_gets_the_final_figures_of_both(monkeypatch, tmp_path):
 
 
 def test_ablate_from_the_command_line(monkeypatch, capfd, tmp_path):
-    monkeypatch.setattr(attribution, "SAMPLES", {"wall": 0.0})
+    monkeypatch.setattr(attribution, "SHORTEST_SAMPLE", 0.0)
     monkeypatch.setattr(attribution, "MOST_BATCHES", 1)
     overrides = [*SMALL, "ablate=true", "tracker=none", f"hydra.run.dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
