@@ -78,7 +78,11 @@ class Stream:
         if not held_out:
             raise ValueError(
                 f"{origin}: no text to validate on: "
-                + (f"a share of {fraction} of its documents is none of them" if validation_parts is None else "no text")
+                + (
+                    f"a share of {fraction} of its documents is none; allowed: a larger one, or such text of its own"
+                    if validation_parts is None
+                    else "no text"
+                )
             )
         self.validation = join(encode_all(held_out, tokenizer).tokens, tokenizer)
         self.validation_documents = len(held_out)

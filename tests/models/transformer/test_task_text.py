@@ -59,7 +59,7 @@ def native_model(task: Task) -> Any:
     return task.build({slot: SLOTS[slot].implementation("native").function for slot in task.slots})
 
 
-STREAM = {"streaming": True, "shuffle_buffer": 7, "validation_bytes": 200}
+STREAM = {"streaming": True, "shuffle_buffer": 7, "validation_bytes": 500, "validation_fraction": 0.2}
 
 
 @pytest.mark.parametrize("keys", [{}, STREAM], ids=["memory", "stream"])

@@ -29,7 +29,7 @@ def documents(texts) -> list[str]:
 @pytest.fixture(params=["text", "jsonl", "parquet", "mixed", "hub"])
 def config(request, tmp_path: Path, documents: list[str], write_jsonl, write_parquet) -> FilesConfig | HubConfig:
     """The documents in files of one kind or another, to be streamed."""
-    keys: dict[str, Any] = {"streaming": True, "shuffle_buffer": 9, "validation_bytes": 300}
+    keys: dict[str, Any] = {"streaming": True, "shuffle_buffer": 9, "validation_bytes": 300, "validation_fraction": 0.2}
     if request.param == "text":
         for i, text in enumerate(documents):
             (tmp_path / f"{i}.txt").write_text(text, "utf-8")
@@ -83,7 +83,7 @@ def test_every_document_but_those_held_out_comes_once_an_epoch(config, documents
     # Held out is more than validation reads, which has enough after some documents.
     trained = sorted(set(documents) & set(seen))
     assert not set(trained) & set(held_out)
-    assert len(trained) >= 0.8 * len(documents)
+    assert len(trained) >= 0.5 * len(documents)
     first, second, third = (seen[i * len(trained) : (i + 1) * len(trained)] for i in range(3))
     assert sorted(first) == sorted(second) == trained
     assert first != second
@@ -152,7 +152,7 @@ def test_documents_longer_than_a_batch_and_blocks_cut_short(tmp_path, texts, wri
 
 def test_a_stream_without_text_says_so(tmp_path, texts, write_jsonl) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", texts(1))
-    with pytest.raises(ValueError, match=r"a.jsonl: no text to validate on: a share of 1e-06 of its documents"):
+    with pytest.raises(ValueError, match=r"a.jsonl: no text to validate on: a share of 1e-06 of its documents is none"):
         stream_of(FilesConfig(path=str(path), streaming=True, validation_fraction=1e-6))
     empty = write_jsonl(tmp_path / "b.jsonl", ["", ""])
     source = stream_of(FilesConfig(path=str(empty), validation_path=str(path), streaming=True))
