@@ -178,13 +178,14 @@ class Comparison:
                 self._tracker.log(arm.name, step, values)
 
             def save(step: int, state: Mapping[str, Any]) -> None:
-                if checkpoints is not None:
-                    metrics.flush_to_disk()  # the lines that the state counts
-                    checkpoints.save(step, state)
+                assert checkpoints is not None
+                metrics.flush_to_disk()  # the lines that the state counts
+                checkpoints.save(step, state)
 
+            keep = None if checkpoints is None else save
             try:
                 training = train_arm(
-                    self.task, model, self.train, self.device, log, progress, self._stop, save, resumed
+                    self.task, model, self.train, self.device, log, progress, self._stop, keep, resumed
                 )
             except RunError as error:
                 if checkpoints is None or checkpoints.newest is None:

@@ -36,7 +36,7 @@ def arguments(command_line: Sequence[str]) -> list[str]:
     for file in (directory / "config.yaml", overrides):
         if not file.is_file():
             raise ConfigError(f"{KEY}={path}: there is no run to resume: {file} does not exist")
-    saved = yaml.safe_load(overrides.read_text(encoding="utf-8"))
+    saved = yaml.safe_load(overrides.read_text(encoding="utf-8")) or []
     quoted = str(directory).replace("\\", "\\\\").replace("'", "\\'")
     return [
         *(override for override in saved if _key(override) not in given),
