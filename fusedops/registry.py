@@ -7,17 +7,15 @@ from fusedops.operators.forward_laplacian_activation import (
     forward_laplacian_activation_backward_operator,
     forward_laplacian_activation_operator,
 )
-from fusedops.operators.forward_laplacian_layers import (
-    forward_laplacian_input_backward_operator,
-    forward_laplacian_input_operator,
-    forward_laplacian_output_backward_operator,
-    forward_laplacian_output_operator,
-)
 from fusedops.operators.forward_laplacian_linear import (
     forward_laplacian_input_linear_backward_operator,
     forward_laplacian_input_linear_operator,
     forward_laplacian_linear_backward_operator,
     forward_laplacian_linear_operator,
+)
+from fusedops.operators.forward_laplacian_output import (
+    forward_laplacian_output_backward_operator,
+    forward_laplacian_output_operator,
 )
 from fusedops.operators.laplacian3d import laplacian3d_adjoint_operator, laplacian3d_operator
 from fusedops.operators.linear_gelu_dropout import gelu_dropout_backward_operator, linear_gelu_dropout_operator
@@ -43,8 +41,6 @@ OPERATORS: dict[str, Operator] = {
         laplacian3d_adjoint_operator,
         forward_laplacian_activation_operator,
         forward_laplacian_activation_backward_operator,
-        forward_laplacian_input_operator,
-        forward_laplacian_input_backward_operator,
         forward_laplacian_output_operator,
         forward_laplacian_output_backward_operator,
         forward_laplacian_input_linear_operator,

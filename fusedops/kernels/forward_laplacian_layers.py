@@ -1,4 +1,4 @@
-"""Triton kernels of forward_laplacian_input, forward_laplacian_output and their gradients.
+"""Triton kernels of a forward Laplacian's first and last layer and their gradients.
 
 A program has tiles of points by units in its hands, and all channels of them; the gradients' programs go over many
 tiles and leave one partial sum each, so that sums over points come out the same every time.
@@ -14,7 +14,7 @@ from torch import Tensor
 from fusedops.kernels.launching import ceil_div, launch, next_power_of_2
 from fusedops.kernels.pointwise import load_computing
 from fusedops.kernels.smooth_activations import derivatives
-from fusedops.operators.forward_laplacian_layers import MOST_UNITS
+from fusedops.operators.forward_laplacian_output import MOST_UNITS
 
 TILE = 1024  # points times units
 NUM_WARPS = 4

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from fusedops.kernels.launching import ceil_div, launch, next_power_of_2
 
+# Tiles: rows (of y, or a step along the rows), warps and stages. Columns and depth follow from the operands.
+PRODUCT = (64, 4, 3)
+PRODUCT_OF_ROWS = (32, 8, 2)
 SPLITS = 264  # programs that share the sum over the rows of a `product_of_rows`: two a multiprocessor of an H200
 
 
@@ -65,18 +68,21 @@ def product(a: Tensor, weight: Tensor) -> Tensor:
     """a weight^T; a: (M, K), weight: (N, K), none of them 0; contiguous, float32."""
     (m, k), n = a.shape, weight.shape[0]
     y = a.new_empty((m, n))
+    rows, warps, stages = PRODUCT
     columns = _block(n)
-    programs = ceil_div(m, 128) * ceil_div(n, columns)
-    launch(product_kernel, programs, (a, weight, y), (m, n, k), 8, BM=128, BN=columns, BK=32)
+    programs = ceil_div(m, rows) * ceil_div(n, columns)
+    launch(product_kernel, programs, (a, weight, y), (m, n, k), warps, stages, BM=rows, BN=columns, BK=32)
     return y
 
 
 def product_of_rows(g: Tensor, a: Tensor) -> Tensor:
     """g^T a; g: (R, M), a: (R, N), none of them 0; contiguous, float32. Deterministic."""
     (rows, m), n = g.shape, a.shape[1]
-    bm, bn, br = _block(m), _block(n), 32
+    bm, bn = _block(m), _block(n)
+    step, warps, stages = PRODUCT_OF_ROWS
     tiles = ceil_div(m, bm) * ceil_div(n, bn)
-    splits = min(ceil_div(SPLITS, tiles), ceil_div(rows, br))
+    splits = min(ceil_div(SPLITS, tiles), ceil_div(rows, step))
     partial = g.new_empty((splits, m, n))
-    launch(product_of_rows_kernel, tiles * splits, (g, a, partial), (rows, m, n, splits), 8, 2, BM=bm, BN=bn, BR=br)
+    numbers = (rows, m, n, splits)
+    launch(product_of_rows_kernel, tiles * splits, (g, a, partial), numbers, warps, stages, BM=bm, BN=bn, BR=step)
     return partial.sum(0)

@@ -16,16 +16,13 @@ from fusedops.operators.forward_laplacian_activation import (
     check_like,
     check_spatial,
 )
-from fusedops.operators.forward_laplacian_layers import (
-    MOST_COORDINATES,
-    MOST_UNITS,
-    forward_laplacian_output_operator,
-    input_channels,
-)
 from fusedops.operators.forward_laplacian_linear import (
+    MOST_COORDINATES,
     forward_laplacian_input_linear_operator,
     forward_laplacian_linear_operator,
+    input_channels,
 )
+from fusedops.operators.forward_laplacian_output import MOST_UNITS, forward_laplacian_output_operator
 from fusedops.operators.smooth_activations import check_activation
 from fusedops.registration import FLOATING
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.operators.forward_laplacian_activation import (
@@ -19,19 +20,16 @@ from fusedops.operators.forward_laplacian_activation import (
     activation_tangent,
     check_channels,
     check_like,
+    check_spatial,
     computed,
     forward_laplacian_activation,
     forward_laplacian_activation_backward_operator,
 )
-from fusedops.operators.forward_laplacian_layers import (
-    check_input,
-    forward_laplacian_input_operator,
-    input_channels,
-    input_gradients,
-    input_tangent,
-)
-from fusedops.operators.smooth_activations import ACTIVATIONS
-from fusedops.registration import Cost, Kernel, Operator, Sample, looped_vmap, register
+from fusedops.operators.smooth_activations import ACTIVATIONS, check_activation
+from fusedops.registration import FLOATING, Cost, Kernel, Operator, Sample, looped_vmap, register
+
+MOST_COORDINATES = 16
+"""Coordinates up to which forward_laplacian_input_linear is defined: their gradients' sums are kept in registers."""
 
 
 def triton_products(weight: Tensor) -> bool:
@@ -206,10 +204,42 @@ forward_laplacian_linear_operator = register(
 # Behind the first layer
 
 
+def input_channels(x: Tensor, weight: Tensor) -> Tensor:
+    """The first layer's channels (D + 2, N, W) of x (N, D) and weight (W, D), without bias, in stock PyTorch."""
+    value = F.linear(x, weight)
+    firsts = weight.t().unsqueeze(1).expand(-1, x.shape[0], -1).to(value.dtype)
+    return torch.cat([value.unsqueeze(0), firsts, torch.zeros_like(value).unsqueeze(0)])
+
+
+def _input_gradients(gz: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of weight and bias, from that of the channels."""
+    return gz[0].t() @ x + gz[1:-1].sum(1).t(), gz[0].sum(0)
+
+
+def _input_tangent(ctx: Any, x_t: Tensor | None, weight_t: Tensor | None, bias_t: Tensor | None) -> Tensor:
+    """The change of the first layer's channels where points, weight and bias change; ctx saved these three first."""
+    x, weight, bias = ctx.saved_tensors[:3]
+    x_t = torch.zeros_like(x) if x_t is None else x_t
+    weight_t = torch.zeros_like(weight) if weight_t is None else weight_t
+    value = F.linear(x_t, weight, bias_t) + F.linear(x, weight_t)
+    u, z = torch.cat([value.unsqueeze(0), input_channels(x, weight_t)[1:]]), input_channels(x, weight)
+    return computed(activation_tangent, u, z, bias, ctx.activation, ctx.spatial).to(x.dtype)
+
+
 def _input_check_as(
     operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, next_weight: Tensor, activation: str, spatial: int
 ) -> None:
-    check_input(operator, x, weight, bias, activation, spatial)
+    if x.dtype not in FLOATING:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
+        raise TypeError(f"{operator}: x is {x.dtype}; allowed: {allowed}")
+    if x.dim() != 2 or not 1 <= x.shape[1] <= MOST_COORDINATES:
+        raise ValueError(
+            f"{operator}: x has shape {tuple(x.shape)}; it must be (N, D) with D from 1 to {MOST_COORDINATES}"
+        )
+    check_like(operator, "weight", weight, (*weight.shape[:1], x.shape[1]), "x", x)
+    check_like(operator, "bias", bias, tuple(weight.shape[:1]), "weight", weight)
+    check_activation(operator, activation)
+    check_spatial(operator, spatial, x.shape[1])
     check_like(operator, "next_weight", next_weight, (*next_weight.shape[:1], weight.shape[0]), "weight", weight)
 
 
@@ -224,7 +254,7 @@ def _input_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     z = input_channels(x, weight)
     gz, _, dnext = _backward_reference(grad, z, bias, next_weight, activation, spatial)
-    return *input_gradients(gz, x), dnext
+    return *_input_gradients(gz, x), dnext
 
 
 def _input_backward_cpu(
@@ -309,9 +339,9 @@ def _input_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled() or ctx.needs[0]:  # as above; and the operator gives no gradient of the points
         z = input_channels(x, weight)
         gz = forward_laplacian_activation_backward_operator(grad @ next_weight, z, bias, ctx.activation, ctx.spatial)
-        a = forward_laplacian_input_operator(x, weight, bias, ctx.activation, ctx.spatial)
+        a = forward_laplacian_activation(z, bias, ctx.activation, ctx.spatial)
         dx, dnext = gz[0] @ weight, _rows(grad).t() @ _rows(a)
-        dweight, dbias = input_gradients(gz, x)
+        dweight, dbias = _input_gradients(gz, x)
     else:
         dx = None
         dweight, dbias, dnext = forward_laplacian_input_linear_backward_operator(
@@ -329,10 +359,10 @@ def _input_jvp(
     *_: None,
 ) -> Tensor:
     x, weight, bias, next_weight = ctx.saved_tensors
-    tangent = input_tangent(ctx, x_t, weight_t, bias_t) @ next_weight.t()
+    tangent = _input_tangent(ctx, x_t, weight_t, bias_t) @ next_weight.t()
     if next_weight_t is None:
         return tangent
-    a = forward_laplacian_input_operator(x, weight, bias, ctx.activation, ctx.spatial)
+    a = forward_laplacian_activation(input_channels(x, weight), bias, ctx.activation, ctx.spatial)
     return tangent + a @ next_weight_t.t()
 
 
