@@ -18,6 +18,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._started, self._paused = 0.0, True
         self.units = 0
         self.seconds = 0.0
         self.total = 0.0
