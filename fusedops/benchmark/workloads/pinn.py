@@ -90,15 +90,16 @@ def residual_step(row: Row, shape: dict[str, int], settings: Settings) -> Worklo
 
 def _step(laplacian: Laplacian, network: nn.Module, points: Points, tf32: bool) -> Outputs:
     """The Laplacian, and the loss's gradient with respect to all parameters."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = tf32
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    setting.fp32_precision = "tf32" if tf32 else "ieee"
     try:
         lap = laplacian(network, points)[2]
         loss = (lap + torch.sin(points.x).prod(1)).square().mean()
         # The last bias has no part in the Laplacian.
         gradients = torch.autograd.grad(loss, list(network.parameters()), materialize_grads=True)
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        setting.fp32_precision = before
     return lap.detach(), torch.cat([gradient.reshape(-1) for gradient in gradients])
 
 
