@@ -221,17 +221,18 @@ def laplacian3d_kernel(
         x = x_start + SHIFT + step
         ahead = load_plane(u_pointer, x + ORDER // 2, nx, x_stride, rows, rows_exist, columns, columns_exist, OUTSIDE)
         base, exists = plane(u_pointer, x, nx, x_stride, OUTSIDE)
+        here = rows_exist
+        if SHIFT < 0:  # otherwise the plane of a result exists; a mask that differs by plane takes registers
+            here = here & exists
         if ORDER == 2:
             after = ahead
         along_x = second_difference(weight(x - 1, nx, OUTSIDE) * before, centre, weight(x + 1, nx, OUTSIDE) * after)
         along_y = across_y(base, exists, y, ny, y_stride, columns, columns_exist, centre, 1, OUTSIDE)
-        along_z = across_z(base, rows, rows_exist & exists, z_start, nz, z_stride, centre, 1, OUTSIDE, VECTOR)
+        along_z = across_z(base, rows, here, z_start, nz, z_stride, centre, 1, OUTSIDE, VECTOR)
         if ORDER == 4:
             along_x = 16 * along_x - second_difference(before2, centre, ahead)
             along_y = 16 * along_y - across_y(base, exists, y, ny, y_stride, columns, columns_exist, centre, 2, OUTSIDE)
-            along_z = 16 * along_z - across_z(
-                base, rows, rows_exist & exists, z_start, nz, z_stride, centre, 2, OUTSIDE, VECTOR
-            )
+            along_z = 16 * along_z - across_z(base, rows, here, z_start, nz, z_stride, centre, 2, OUTSIDE, VECTOR)
             before2 = before
         laplacian = x_factor * along_x + y_factor * along_y + z_factor * along_z
         tl.store(out_pointer + out_offsets, laplacian, mask=out_exist)
