@@ -8,9 +8,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -26,6 +26,9 @@ from engine.signals import StopSignal
 from engine.task import Task
 from engine.tracking import NullTracker, make_tracker
 from models import pinn, transformer
+
+if TYPE_CHECKING:
+    import torch  # otherwise not before engine, which sets what torch reads when it is imported
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 MODELS: dict[str, config.ModelPackage] = {"transformer": transformer, "pinn": pinn}
