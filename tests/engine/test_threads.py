@@ -1,4 +1,4 @@
-"""Threads that wait by spinning make a training on busy cores many times slower: torch must be told before it starts."""
+"""Threads that wait by spinning make a training on busy cores many times slower: torch is told before it starts."""
 
 from __future__ import annotations
 
