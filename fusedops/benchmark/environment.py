@@ -64,7 +64,11 @@ def _arguments() -> list[str]:
 
 
 def commit() -> str | None:
-    """The commit of the sources, with "-dirty" where tracked files differ from it; None where nothing tells."""
+    """The commit of the sources, with "-dirty" where tracked files differ from it; None where nothing tells.
+
+    The environment variable FUSEDOPS_COMMIT goes before what a repository says: a copy of the sources may lie in one of
+    another commit.
+    """
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
@@ -72,7 +76,9 @@ def commit() -> str | None:
         )
         return done.stdout.strip()
 
+    if os.environ.get(COMMIT_VARIABLE):
+        return os.environ[COMMIT_VARIABLE]
     try:
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get(COMMIT_VARIABLE)
+        return None

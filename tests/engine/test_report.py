@@ -113,6 +113,11 @@ def test_versions_name_the_commit_or_nothing(monkeypatch):
     assert report.versions()["git"] is None
 
 
+def test_a_commit_named_from_outside_goes_before_the_repository_around_the_sources(monkeypatch):
+    monkeypatch.setenv("FUSEDOPS_COMMIT", "0123abc")
+    assert report.versions()["git"] == "0123abc"
+
+
 def test_an_early_stop_is_said_and_reported_by_its_best_evaluation(toy_task, compare, tmp_path):
     task, script = toy_task(steps=9), iter([3.0, 2.0, 2.5, 2.25, 3.0, 2.5, 2.0, 1.5, 1.0])
     task.evaluate = lambda model, batches: {"loss": next(script)}
