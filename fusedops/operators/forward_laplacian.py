@@ -4,9 +4,9 @@ Rules and source are in `fusedops.operators.forward_laplacian_activation`. A pro
 points with one weight.
 
 What a training step costs at least, with N points, D coordinates and L hidden layers of width W: products of
-6 (L - 1) (D + 2) N W^2 operations, and stacks of channels of (D + 2) N W numbers, each hidden layer but the first one of
-which is written once and read twice, as is its gradient. For 3-128-128-128-1, 64^3 points, float32: 258 GFLOP, 5.2 ms at
-the 50 TFLOP/s of cuBLAS's float32 products, and 671 MB a stack. A step holds three stacks at its peak.
+6 (L - 1) (D + 2) N W^2 operations, and stacks of channels of (D + 2) N W numbers, of which each hidden layer but the
+first has one that is written once and read twice, and its gradient likewise. For 3-128-128-128-1 at 64^3 points in
+float32: 258 GFLOP, 5.2 ms at 50 TFLOP/s of float32 products, and 671 MB a stack.
 """
 
 from __future__ import annotations
