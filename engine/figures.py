@@ -58,6 +58,8 @@ def loss(path: Path, trainings: Mapping[str, Training], summary: Mapping[str, An
     for name, value in summary["references"].items():
         axes.axhline(value, color="gray", linestyle=":", label=f"{name}, validation")
     axes.set_xlabel("step")
+    if summary["targets"]:  # a loss that is to vanish
+        axes.set_yscale("log")
     axes.set_ylabel("loss")
     axes.set_title(f"{summary['model']} on {summary['device']}")
     axes.grid(alpha=0.3)

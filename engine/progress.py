@@ -71,4 +71,4 @@ class TrainingProgress:
     def measured(self, loss: float, throughput: float | None) -> None:
         """The latest loss, and units a second where they are known."""
         rate = "" if throughput is None else f"  {quantity(throughput)} {self._unit}/s"
-        self._status = f"loss {loss:.4f}{rate}"
+        self._status = f"loss {loss:.4f}{rate}" if abs(loss) >= 0.1 else f"loss {loss:.3g}{rate}"
