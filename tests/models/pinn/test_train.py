@@ -140,3 +140,25 @@ def test_a_resumed_training_is_bit_equal_in_every_phase(at: int) -> None:
     for a, b in zip(trained.parameters(), resumed.parameters(), strict=True):
         assert a.dtype == b.dtype == torch.float64 and torch.equal(a, b)
     assert again.elapsed[-1] >= states[at]["elapsed"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", tuple(SLOTS["laplacian"].implementations))
+def test_every_implementation_trains_on_a_gpu_in_both_phases(implementation: str) -> None:
+    task = task_of({"width": 32}, {"sampling": "grid"})
+    torch.manual_seed(0)
+    model = task.build({"laplacian": SLOTS["laplacian"].implementation(implementation).function}).cuda()
+    steps = sum(phase.steps for phase in task.phases())
+    progress = TrainingProgress(Console(quiet=True), implementation, steps, "points")
+    training = train_arm(
+        task,
+        model,
+        TrainConfig(eval_every=10, grad_clip=0.0),
+        torch.device("cuda"),
+        lambda step, values: None,
+        progress,
+        StopSignal(),
+    )
+    errors = [metrics["relative_l2"] for _, metrics in training.validation]
+    assert errors[-1] < errors[0] and {p.dtype for p in model.parameters()} == {torch.float64}
+    assert task.figures(model)["solution"].axes
