@@ -1,0 +1,1 @@
+"""Recommender: click-through models on embeddings of categorical features."""
