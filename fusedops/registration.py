@@ -14,7 +14,7 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,8 +39,10 @@ _library = Library(NAMESPACE, "DEF")
 
 try:
     from torch._C import (
+        _after_ADInplaceOrView_keyset,
         _after_autograd_keyset,
         _are_functorch_transforms_active,
+        _AutoDispatchBelowADInplaceOrView,
         _AutoDispatchBelowAutograd,
     )
     from torch._functorch.utils import enable_single_level_autograd_function
@@ -117,6 +119,12 @@ class Operator:
         """The name without the namespace."""
         return self.schema.split("(", 1)[0]
 
+    @property
+    def mutated(self) -> tuple[int, ...]:
+        """The positions of the arguments that it writes to."""
+        arguments = self.op._schema.arguments
+        return tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
     def __call__(self, *args: Any) -> Any:
         return self.op(*args)
 
@@ -126,13 +134,17 @@ def register(**fields: Any) -> Operator:
 
     schema     "name(Tensor x, float alpha) -> Tensor": positional arguments only. Later arguments are appended with
                defaults and outputs never change, so that programs exported with an older version still load.
+               A list of tensors, "Tensor[] xs", is one argument in all that follows: `ctx.needs` has a list of bools
+               for it, and its gradient is a sequence or None. Arguments written to, "Tensor(a!) x", make an operator
+               without outputs or gradients: it refuses tensors that need one, and runs under no transform.
     check      (*args) -> None: raises ValueError or TypeError naming the argument, what it was and what is allowed.
                Runs before the implementation and before the shape rule.
     shape      (*args) -> outputs: the shape rule on fake tensors; allocates the outputs by the same expression as the
                implementations do.
     cpu        (*args) -> outputs: stock PyTorch below autograd, honouring the shape rule's strides.
     kernel     the CUDA implementation; in Triton's interpreter also the CPU one.
-    reference  (*args) -> outputs: the same function in differentiable stock PyTorch, for any dtype and device.
+    reference  (*args) -> outputs: the same function in differentiable stock PyTorch, for any dtype and device. Of an
+               operator that writes to arguments: what these then hold, in order; nothing is written to.
     samples    (device, dtype) -> Samples: small, varied arguments; at each call the same names and shapes with other
                random values; none for a dtype that the operator does not take. No tensor has requires_grad set (who
                checks gradients sets it).
@@ -153,7 +165,6 @@ def register(**fields: Any) -> Operator:
     exempt     checks of fusedops.testing that this operator is not put to: their names, each with the reason.
     """
     operator = Operator(**fields)
-    _refuse_lists(operator)
     name, qualified = operator.name, f"{NAMESPACE}::{operator.name}"
     _library.define(operator.schema)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -171,7 +182,9 @@ def register(**fields: Any) -> Operator:
         _library.impl(name, _kernel_implementation(operator, complete, "triton-interpreter"), "CPU")
     else:
         _library.impl(name, _cpu_implementation(operator, complete), "CPU")
-    if MISSING_PRIVATE_NAME is None:
+    if operator.mutated:
+        _register_mutation(operator)
+    elif MISSING_PRIVATE_NAME is None:
         _library.impl(name, _autograd_kernel(operator, complete), "Autograd", with_keyset=True)
     else:
         _register_stand_in_gradient(operator, qualified)
@@ -185,11 +198,70 @@ def register(**fields: Any) -> Operator:
     return operator
 
 
-def _refuse_lists(operator: Operator) -> None:
-    for argument in _C.parse_schema(operator.schema).arguments:
-        # A hand-written Autograd kernel that gets a list of tensors drops their gradients in silence.
-        if argument.type.kind() == "ListType" and "Tensor" in str(argument.type):
-            raise ValueError(f"{operator.schema}: {argument.name} is a list of tensors; give each tensor an argument")
+class _Lists:
+    """Takes an operator's lists of tensors apart: what autograd is given in a list has no gradient, in silence."""
+
+    def __init__(self, op: Any):
+        self._positions = frozenset(i for i, a in enumerate(op._schema.arguments) if _is_tensor_list(a.type))
+
+    def __bool__(self) -> bool:
+        return bool(self._positions)
+
+    def flatten(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """The arguments with each list's members in its place, and the lengths of the lists."""
+        flat: list[Any] = []
+        lengths = []
+        for i, a in enumerate(args):
+            if i in self._positions:
+                flat += a
+                lengths.append(len(a))
+            else:
+                flat.append(a)
+        return tuple(flat), tuple(lengths)
+
+    def unflatten(self, flat: Sequence[Any], lengths: tuple[int, ...]) -> tuple[Any, ...]:
+        """One entry an argument again, of what `flatten` gave or of something parallel to it."""
+        args: list[Any] = []
+        members, remaining = iter(flat), iter(lengths)
+        while len(args) < len(flat) - sum(lengths) + len(lengths):
+            if len(args) in self._positions:
+                args.append([next(members) for _ in range(next(remaining))])
+            else:
+                args.append(next(members))
+        return tuple(args)
+
+    def flatten_gradients(self, gradients: Sequence[Any], lengths: tuple[int, ...]) -> tuple[Any, ...]:
+        """A gradient for each member, where None stands for a whole list's too."""
+        remaining = iter(lengths)
+        filled = list(gradients)
+        for i in sorted(self._positions):
+            length = next(remaining)
+            filled[i] = (None,) * length if filled[i] is None else filled[i]
+        return self.flatten(filled)[0]
+
+
+def _is_tensor_list(kind: Any) -> bool:
+    return kind.kind() == "ListType" and kind.getElementType().kind() == "TensorType"
+
+
+def tensors_in(args: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments, those in lists included, in order."""
+    for a in args:
+        if isinstance(a, Tensor):
+            yield a
+        elif isinstance(a, list | tuple):
+            yield from (member for member in a if isinstance(member, Tensor))
+
+
+def map_tensors(function: Callable[[Tensor], Any], args: Iterable[Any]) -> tuple[Any, ...]:
+    """The arguments with `function` of each tensor in its place, those in lists included."""
+
+    def mapped(a: Any) -> Any:
+        if isinstance(a, Tensor):
+            return function(a)
+        return [mapped(member) for member in a] if isinstance(a, list | tuple) else a
+
+    return tuple(map(mapped, args))
 
 
 def _completer(op: Any) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -234,7 +306,7 @@ def _kernel_implementation(operator: Operator, complete: Callable[..., Any], whe
         if interpreted:
             outputs, path = launch(*args), where
         else:
-            device = next(a.device for a in args if isinstance(a, Tensor))
+            device = next(tensors_in(args)).device
             if device.index == torch.cuda.current_device():
                 outputs = launch(*args)
             else:
@@ -254,33 +326,41 @@ def _kernel_implementation(operator: Operator, complete: Callable[..., Any], whe
 def _autograd_kernel(operator: Operator, complete: Callable[..., Any]) -> Callable[..., Any]:
     """What runs at the Autograd key: records a node where a derivative may be asked for, then redispatches below it."""
     op, setup, name = operator.op, operator.setup, operator.name
+    lists = _Lists(op)
 
     def finish(ctx: Any, args: tuple[Any, ...], outputs: Any) -> Any:
         if setup is not None:
             setup(ctx, complete(args), outputs)
         return outputs
 
-    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+    def arguments(ctx: Any, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        return lists.unflatten(flat, ctx.lengths) if lists else flat
+
+    def forward(ctx: Any, state: tuple[Any, tuple[int, ...]], *flat: Any) -> Any:
+        keyset, ctx.lengths = state
+        args = arguments(ctx, flat)
         with _AutoDispatchBelowAutograd():
             outputs = op.redispatch(keyset & _after_autograd_keyset, *args)
         return finish(ctx, args, outputs)
 
-    def forward_under_transform(ctx: Any, state: tuple[Any, bool], *args: Any) -> Any:
+    def forward_under_transform(ctx: Any, state: tuple[Any, tuple[int, ...], bool], *flat: Any) -> Any:
         # A Function's forward runs without grad mode, yet the levels further out must go on recording: without the
         # caller's mode grad(grad) is zero in silence; without forward-grad enabled jvp(jvp) is.
-        keyset, grad_mode = state
+        keyset, ctx.lengths, grad_mode = state
+        args = arguments(ctx, flat)
         with _AutoDispatchBelowAutograd(), torch.set_grad_enabled(grad_mode), _set_fwd_grad_enabled(True):
             outputs = op.redispatch(keyset & _after_autograd_keyset, *args)
         return finish(ctx, args, outputs)
 
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.needs = ctx.needs_input_grad[1:]
-        return (None, *_gradients(operator, ctx, gradients))
+        ctx.needs = arguments(ctx, ctx.needs_input_grad[1:])
+        results = _gradients(operator, ctx, gradients)
+        return (None, *(lists.flatten_gradients(results, ctx.lengths) if lists else results))
 
-    def jvp(ctx: Any, _keyset: None, *tangents: Any) -> Any:
+    def jvp(ctx: Any, _state: None, *tangents: Any) -> Any:
         if operator.jvp is None:
             raise NotImplementedError(f"{NAMESPACE}::{name} has no forward-mode derivative")
-        return operator.jvp(ctx, *tangents)
+        return operator.jvp(ctx, *arguments(ctx, tangents))
 
     def jvp_under_transform(ctx: Any, _state: None, *tangents: Any) -> Any:
         # As in forward: without it the stock operations of a rule drop the tangents of the levels further out. This
@@ -300,11 +380,12 @@ def _autograd_kernel(operator: Operator, complete: Callable[..., Any]) -> Callab
     )
 
     def autograd(keyset: Any, *args: Any) -> Any:
+        flat, lengths = lists.flatten(args) if lists else (args, ())
         if _are_functorch_transforms_active():
             with enable_single_level_autograd_function():
-                return RecordedUnderTransform.apply((keyset, torch.is_grad_enabled()), *args)
-        if (torch.is_grad_enabled() and _C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
-            return Recorded.apply(keyset, *args)
+                return RecordedUnderTransform.apply((keyset, lengths, torch.is_grad_enabled()), *flat)
+        if (torch.is_grad_enabled() and _C._any_requires_grad(*flat)) or forward_ad._current_level >= 0:
+            return Recorded.apply((keyset, lengths), *flat)
         with _AutoDispatchBelowAutograd():
             return op.redispatch(keyset & _after_autograd_keyset, *args)
 
@@ -333,6 +414,34 @@ def _gradients(operator: Operator, ctx: Any, gradients: tuple[Any, ...]) -> tupl
     return result if isinstance(result, tuple) else (result,)
 
 
+def _register_mutation(operator: Operator) -> None:
+    """What runs at the Autograd key of an operator that writes to arguments, and, below, what counts the writing."""
+    op, name, mutated = operator.op, operator.name, operator.mutated
+    if MISSING_PRIVATE_NAME is not None:
+        return  # PyTorch's own fallback warns of gradients that are asked for
+
+    def autograd(keyset: Any, *args: Any) -> Any:
+        if _are_functorch_transforms_active():
+            raise NotImplementedError(f"{NAMESPACE}::{name} writes to its arguments and runs under no transform")
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args)):
+            raise RuntimeError(
+                f"{NAMESPACE}::{name} writes to its arguments and has no gradient; call it under torch.no_grad() where "
+                "one of its tensors requires a gradient"
+            )
+        with _AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & _after_autograd_keyset, *args)
+
+    def count_versions(keyset: Any, *args: Any) -> Any:
+        # A kernel writes through a pointer: without this, a backward pass would use what it saved unawares.
+        for tensor in tensors_in(args[i] for i in mutated):
+            torch.autograd.graph.increment_version(tensor)
+        with _AutoDispatchBelowADInplaceOrView():
+            return op.redispatch(keyset & _after_ADInplaceOrView_keyset, *args)
+
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    _library.impl(name, count_versions, "ADInplaceOrView", with_keyset=True)
+
+
 def _register_stand_in_gradient(operator: Operator, qualified: str) -> None:
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.needs = ctx.needs_input_grad
@@ -354,16 +463,17 @@ def _autocast_kernel(operator: Operator, device_type: str, key: str) -> Callable
     op, promotes = operator.op, operator.autocast == "promote"
     excluded = _C.DispatchKeySet(getattr(_C.DispatchKey, key))
 
-    def eligible(a: Any) -> bool:
-        return isinstance(a, Tensor) and a.is_floating_point() and a.device.type == device_type
+    def eligible(t: Tensor) -> bool:
+        return t.is_floating_point() and t.device.type == device_type
 
     def kernel(*args: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
         if promotes:  # of no floating tensor at all, which the operator's check refuses, nothing is cast
-            dtype = functools.reduce(torch.promote_types, [a.dtype for a in args if eligible(a)] or [dtype])
+            dtypes = [t.dtype for t in tensors_in(args) if eligible(t)]
+            dtype = functools.reduce(torch.promote_types, dtypes or [dtype])
         with _C._ExcludeDispatchKeyGuard(excluded):
             # float64 stays, as in stock autocast.
-            return op(*(a.to(dtype) if eligible(a) and a.dtype != torch.float64 else a for a in args))
+            return op(*map_tensors(lambda t: t.to(dtype) if eligible(t) and t.dtype != torch.float64 else t, args))
 
     return kernel
 
@@ -392,8 +502,16 @@ def pointwise_vmap(operator: Operator, info: Any, dims: tuple[Any, ...], *args: 
 def looped_vmap(operator: Operator, info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     """vmap of any operator: one call an example, the results stacked."""
 
+    def call(of_batched: Callable[[Tensor, int], Tensor]) -> Any:
+        def chosen(a: Any, dim: Any) -> Any:
+            if isinstance(dim, list | tuple):
+                return [chosen(member, d) for member, d in zip(a, dim, strict=True)]
+            return a if dim is None else of_batched(a, dim)
+
+        return operator(*(chosen(a, dim) for a, dim in zip(args, dims, strict=True)))
+
     def example(i: int) -> Any:
-        return operator(*(a if dim is None else a.select(dim, i) for a, dim in zip(args, dims, strict=True)))
+        return call(lambda a, dim: a.select(dim, i))
 
     def none_like(a: Tensor, dim: int) -> Tensor:
         return a.new_zeros((*a.shape[:dim], *a.shape[dim + 1 :]))
@@ -401,7 +519,7 @@ def looped_vmap(operator: Operator, info: Any, dims: tuple[Any, ...], *args: Any
     if info.batch_size:
         results = [example(i) for i in range(info.batch_size)]
     else:  # one call on zeros tells what the outputs are like
-        results = [operator(*(a if dim is None else none_like(a, dim) for a, dim in zip(args, dims, strict=True)))]
+        results = [call(none_like)]
 
     def stack(parts: Iterable[Tensor]) -> Tensor:
         return torch.stack(list(parts))[: info.batch_size]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fusedops.operators.embedding_aggregation import embedding_aggregation_operator
+from fusedops.operators.embedding_backward import embedding_aggregation_backward_operator
+from fusedops.operators.embedding_rows import embedding_rows_operator
 from fusedops.operators.flash_attention import flash_attention_backward_operator, flash_attention_operator
 from fusedops.operators.forward_laplacian_activation import (
     forward_laplacian_activation_backward_operator,
@@ -19,6 +22,7 @@ from fusedops.operators.forward_laplacian_output import (
 )
 from fusedops.operators.laplacian3d import laplacian3d_adjoint_operator, laplacian3d_operator
 from fusedops.operators.linear_gelu_dropout import gelu_dropout_backward_operator, linear_gelu_dropout_operator
+from fusedops.operators.row_update import row_update_operator
 from fusedops.operators.silu import silu_backward_operator, silu_operator
 from fusedops.operators.silu_mul import silu_mul_backward_operator, silu_mul_operator
 from fusedops.operators.smooth_relu import smooth_relu_backward_operator, smooth_relu_operator
@@ -47,6 +51,10 @@ OPERATORS: dict[str, Operator] = {
         forward_laplacian_input_linear_backward_operator,
         forward_laplacian_linear_operator,
         forward_laplacian_linear_backward_operator,
+        embedding_aggregation_operator,
+        embedding_aggregation_backward_operator,
+        embedding_rows_operator,
+        row_update_operator,
     )
 }
 

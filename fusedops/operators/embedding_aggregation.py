@@ -1,0 +1,487 @@
+"""embedding_aggregation: raw ids of all features -> rows of tables -> pooled vectors -> cross of features, in one pass.
+
+Contract, which later versions keep:
+
+    fusedops.embedding_aggregation(tables, ids, offsets, dense, feature_tables=..., pooling=..., cross=...) -> features
+
+One Parameter a table; `sparse` chooses what their gradients are. An optimizer, ours (`fusedops.optim`) or a stock one,
+then updates the rows touched: a sparse gradient arrives coalesced in `.grad`, each row once, `grad._indices()` ascending.
+Sums are taken in fp32 (fp64 of fp64 tables) in an order that the ids fix, without atomic additions: every result is
+bitwise repeatable, whatever `torch.use_deterministic_algorithms` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedops.operators.embedding_backward import embedding_aggregation_backward_operator, gradients_stock
+from fusedops.operators.embedding_bags import batch_size, check_layout, check_values, first_keys, locate
+from fusedops.operators.embedding_cross import CROSSES, crossed, crossed_shape
+from fusedops.operators.embedding_pooling import (
+    POOLINGS,
+    check_tensors,
+    computing_dtype,
+    looked_up_stock,
+    pooled_cpu,
+    pooled_stock,
+    vectors_of,
+)
+from fusedops.operators.embedding_rows import Rows, embedding_rows_operator, random_bags
+from fusedops.registration import Cost, Kernel, Sample, looped_vmap, register
+
+
+def embedding_aggregation(
+    tables: Sequence[Tensor],
+    ids: Tensor,
+    offsets: Tensor,
+    dense: Tensor | None = None,
+    *,
+    feature_tables: Sequence[int] | None = None,
+    pooling: str = "sum",
+    weights: Tensor | None = None,
+    padding_index: int | None = None,
+    hash: str = "modulo",
+    out_of_range: str = "error",
+    cross: str = "none",
+    sparse: bool = True,
+) -> Tensor:
+    """Look up, pool and cross the ids of F features of B samples.
+
+    tables: T of them, [rows, D], which may differ in rows (1 to 2^31 - 1 each); of one dtype (float16, bfloat16, float32
+    or float64) and device. ids: [N], int64 or int32, any values; offsets: [F * B + 1], those of a keyed jagged tensor
+    (torchrec's KeyedJaggedTensor.values() and .offsets()): bag f * B + b, of feature f in sample b, is
+    ids[offsets[f * B + b] : offsets[f * B + b + 1]]. dense: [B, D], a vector that takes part in the cross, of the
+    tables' dtype. feature_tables: the table of each feature, several may share one; default: feature f has table f.
+
+    hash, from an id to a row of a table of so many rows:
+        modulo  id mod rows, never negative (floor modulo).
+        mix32   (m32(low half of id ^ high half * 0x9E3779B1) * rows) >> 32, with MurmurHash3's 32-bit finaliser m32.
+        mix64   (m64(id) * rows) >> 64, with its 64-bit finaliser.
+        none    the id. Where it is no row, negative or too large: with out_of_range "error" a ValueError on a CPU and a
+                device-side assertion on a GPU (as stock PyTorch's), with "zero" the id does not count.
+
+    pooling: "sum" or "mean" of a bag's rows, each times its weight if weights, [N], are given; a mean divides by how
+    many ids count, not by the weights. Ids equal to padding_index, compared before hashing, do not count: no row of
+    theirs is read. A bag where none counts is zeros.
+
+    cross, of the n vectors of a sample, which are dense (first, if given) and those pooled, in the order of features:
+        none  the vectors, [B, n, D].
+        dot   dense, then the products of vectors i and j for i = 1, 2, ... and each j < i (Naumov et al. 2019, DLRM):
+              [B, D + n (n - 1) / 2], or without dense [B, n (n - 1) / 2].
+        fm    [B, D], half of (sum of vectors)^2 - sum of vectors^2: its sum over D is the second-order term of a
+              factorisation machine (Rendle 2010).
+
+    Returns a contiguous tensor of the tables' dtype; under autocast, of the widest dtype among the floating tensors.
+
+    Gradients: of tables, dense and weights. sparse: those of the tables are coalesced sparse COO tensors, which hold
+    each row touched once; False: dense. A sparse gradient needs the number of rows on the host, so that its backward
+    waits for a GPU once, cannot be captured in a CUDA graph or run under torch.func, and torch.compile leaves the call
+    out of its graph (fullgraph=True raises). Derivatives of higher order with sparse=False, else RuntimeError; forward
+    mode raises NotImplementedError.
+
+    Raises TypeError for dtypes that are not allowed or differ; ValueError for shapes, devices and offsets that do not
+    match and options that do not exist: before anything runs, but for offsets that fall, do not begin with 0 or do not
+    end with N, which are a device-side assertion on a GPU.
+    """
+    tables = list(tables)
+    if feature_tables is None:
+        feature_tables = range(len(tables))
+    wants = torch.is_grad_enabled() and any(table.requires_grad for table in tables)
+    run = _outside_of_graphs if wants and sparse and torch.compiler.is_compiling() else _run
+    return run(tables, ids, offsets, dense, weights, list(feature_tables), pooling, padding_index, hash, out_of_range,
+               cross, sparse, wants)  # fmt: skip
+
+
+LONG_BAGS = 2.0
+"""Ids a bag, from which on the pooled vectors are kept for a cross's gradient: computing them again reads more."""
+
+
+def _run(
+    tables: list[Tensor],
+    ids: Tensor,
+    offsets: Tensor,
+    dense: Tensor | None,
+    weights: Tensor | None,
+    feature_tables: list[int],
+    pooling: str,
+    padding_index: int | None,
+    hash: str,
+    out_of_range: str,
+    cross: str,
+    sparse: bool,
+    wants: bool,
+) -> Tensor:
+    save_vectors = wants and cross != "none" and ids.numel() >= LONG_BAGS * offsets.numel()
+    return embedding_aggregation_operator(
+        tables, ids, offsets, dense, weights, feature_tables, pooling, padding_index, hash, out_of_range, cross, sparse,
+        save_vectors,
+    )[0]  # fmt: skip
+
+
+def _outside_of_graphs(*args: Any) -> Tensor:
+    return torch.compiler.disable(_run)(*args)
+
+
+# As torch.compiler.disable does, which would import Dynamo here and now.
+_outside_of_graphs._torchdynamo_disable = True  # type: ignore[attr-defined]
+_outside_of_graphs._torchdynamo_disable_msg = "sparse gradients of embedding_aggregation"  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward
+
+
+def _rows(tables: Sequence[Tensor]) -> list[int]:
+    return [table.shape[0] for table in tables]
+
+
+def _check(
+    tables: list[Tensor],
+    ids: Tensor,
+    offsets: Tensor,
+    dense: Tensor | None,
+    weights: Tensor | None,
+    feature_tables: list[int],
+    pooling: str,
+    padding_index: int | None,
+    hash: str,
+    out_of_range: str,
+    cross: str,
+    sparse: bool,
+    save_vectors: bool,
+) -> None:
+    operator = "embedding_aggregation"
+    check_tensors(operator, tables, ids, weights)
+    check_layout(operator, ids, offsets, _rows(tables), feature_tables, hash, out_of_range)
+    if dense is not None:
+        first, shape = tables[0], (batch_size(offsets, len(feature_tables)), tables[0].shape[1])
+        if dense.dtype != first.dtype:
+            raise TypeError(f"{operator}: dense is {dense.dtype}, tables are {first.dtype}; they must be of one dtype")
+        if dense.shape != shape:
+            raise ValueError(
+                f"{operator}: dense has shape {tuple(dense.shape)}; by offsets, {len(feature_tables)} features and "
+                f"tables it must be {shape}"
+            )
+        if dense.device != first.device:
+            raise ValueError(
+                f"{operator}: dense is on {dense.device}, tables on {first.device}; they must be on one device"
+            )
+    for name, value, allowed in (("pooling", pooling, POOLINGS), ("cross", cross, CROSSES)):
+        if value not in allowed:
+            raise ValueError(f"{operator}: {name} is {value!r}; allowed: {', '.join(allowed)}")
+
+
+def empty_outputs(
+    tables: list[Tensor],
+    offsets: Tensor,
+    dense: Tensor | None,
+    feature_tables: list[int],
+    cross: str,
+    save_vectors: bool,
+) -> tuple[Tensor, Tensor]:
+    """Features, and the vectors that they are crossed from or none of them, not filled."""
+    batch, width = batch_size(offsets, len(feature_tables)), tables[0].shape[1]
+    vectors = len(feature_tables) + (dense is not None)
+    features = tables[0].new_empty(crossed_shape(batch, vectors, width, dense is not None, cross))
+    kept = (batch, vectors, width) if save_vectors else (0,)
+    return features, tables[0].new_empty(kept, dtype=computing_dtype(tables[0].dtype))
+
+
+def _shape(
+    tables: list[Tensor],
+    ids: Tensor,
+    offsets: Tensor,
+    dense: Tensor | None,
+    weights: Tensor | None,
+    feature_tables: list[int],
+    pooling: str,
+    padding_index: int | None,
+    hash: str,
+    out_of_range: str,
+    cross: str,
+    sparse: bool,
+    save_vectors: bool,
+) -> tuple[Tensor, Tensor]:
+    return empty_outputs(tables, offsets, dense, feature_tables, cross, save_vectors)
+
+
+def _cpu(
+    tables: list[Tensor],
+    ids: Tensor,
+    offsets: Tensor,
+    dense: Tensor | None,
+    weights: Tensor | None,
+    feature_tables: list[int],
+    pooling: str,
+    padding_index: int | None,
+    hash: str,
+    out_of_range: str,
+    cross: str,
+    sparse: bool,
+    save_vectors: bool,
+) -> tuple[Tensor, Tensor]:
+    rows = _rows(tables)
+    check_values("embedding_aggregation", ids, offsets, rows, feature_tables, padding_index, hash, out_of_range)
+    pooled = pooled_cpu(tables, ids, offsets, weights, feature_tables, pooling, padding_index, hash)
+    vectors = vectors_of(pooled, dense)
+    features, kept = empty_outputs(tables, offsets, dense, feature_tables, cross, save_vectors)
+    features.copy_(crossed(vectors, dense is not None, cross))
+    return features, kept.copy_(vectors) if save_vectors else kept
+
+
+def _reference(
+    tables: list[Tensor],
+    ids: Tensor,
+    offsets: Tensor,
+    dense: Tensor | None,
+    weights: Tensor | None,
+    feature_tables: list[int],
+    pooling: str,
+    padding_index: int | None,
+    hash: str,
+    out_of_range: str,
+    cross: str,
+    sparse: bool,
+    save_vectors: bool,
+) -> tuple[Tensor, Tensor]:
+    with torch.autocast(ids.device.type, enabled=False):  # which would take the products' precision
+        located = locate(ids, offsets, _rows(tables), feature_tables, padding_index, hash)
+        looked_up = looked_up_stock(tables, located)
+        pooled = pooled_stock(looked_up, located, weights, offsets, feature_tables, pooling, sum(_rows(tables)))
+        vectors = vectors_of(pooled, dense)
+        floating = [*tables, *(t for t in (dense, weights) if t is not None)]
+        dtype = floating[0].dtype
+        for tensor in floating[1:]:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+        features = crossed(vectors, dense is not None, cross).to(dtype)
+    return features, vectors.detach() if save_vectors else vectors.detach().new_empty(0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradient
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
+    tables, ids, offsets, dense, weights, *options, ctx.cross, ctx.sparse, save_vectors = inputs
+    ctx.feature_tables, ctx.pooling, ctx.padding_index, ctx.hash, ctx.out_of_range = options
+    ctx.table_rows, ctx.has_dense = _rows(tables), dense is not None
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(outputs[1])
+    ctx.leaves = [table if table.is_leaf else None for table in tables] if ctx.sparse else []
+    # A look-up alone is linear in the tables: what they hold does not matter to its gradient, and may change.
+    kept = tables if weights is not None or ctx.cross != "none" else []
+    ctx.save_for_backward(ids, offsets, dense, weights, outputs[1] if save_vectors else None, *kept)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
+    nothing = (None,) * 8
+    if grad is None:
+        return (None, None, None, None, None, *nothing)
+    needs_tables, _, _, needs_dense, needs_weights = ctx.needs[:5]
+    if torch.is_grad_enabled():  # the gradient is to be differentiated
+        if ctx.sparse and any(needs_tables):
+            raise RuntimeError(
+                "embedding_aggregation: a sparse gradient of tables has no derivative; allowed under create_graph and "
+                "torch.func: sparse=False"
+            )
+        of_tables, grad_dense, grad_weights = _differentiable_gradients(ctx, grad)
+    else:
+        of_tables, grad_dense, grad_weights = _gradients(ctx, grad)
+    return (
+        [g if needed else None for g, needed in zip(of_tables, needs_tables, strict=True)],
+        None,
+        None,
+        grad_dense if needs_dense else None,
+        grad_weights if needs_weights else None,
+        *nothing,
+    )
+
+
+_Gradients = tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]
+
+
+def _differentiable_gradients(ctx: Any, grad: Tensor) -> _Gradients:
+    ids, offsets, dense, weights, _, *tables = ctx.saved_tensors
+    of_all_rows, grad_dense, grad_weights = gradients_stock(
+        grad, tables, ids, offsets, dense, weights, None, ctx.table_rows, ctx.feature_tables, ctx.pooling,
+        ctx.padding_index, ctx.hash, ctx.cross, ctx.has_dense,
+    )  # fmt: skip
+    of_dense, of_weights = (None if g is None else g.to(grad.dtype) for g in (grad_dense, grad_weights))
+    return of_all_rows.to(grad.dtype).split(ctx.table_rows), of_dense, of_weights
+
+
+def _gradients(ctx: Any, grad: Tensor) -> _Gradients:
+    ids, offsets, dense, weights, vectors, *tables = ctx.saved_tensors
+    needs_tables, needs_weights = any(ctx.needs[0]), ctx.needs[4]
+    rows, starts, count = None, [], 0
+    if needs_tables or needs_weights:
+        rows = Rows(
+            *embedding_rows_operator(
+                ids, offsets, ctx.table_rows, ctx.feature_tables, ctx.padding_index, ctx.hash, ctx.out_of_range
+            )
+        )
+    if rows is not None and needs_tables:
+        if ctx.sparse:
+            starts = rows.starts.tolist()
+            count = starts[-1]
+        else:
+            count = min(ids.numel(), sum(ctx.table_rows))
+    row_grads, grad_dense, grad_weights = embedding_aggregation_backward_operator(
+        grad, tables, ids, offsets, dense, weights, vectors,
+        *((None,) * 4 if rows is None else (rows.order, rows.bags, rows.segments, rows.counts)),
+        count, ctx.table_rows, ctx.feature_tables, ctx.pooling, ctx.padding_index, ctx.hash, ctx.cross, ctx.has_dense,
+        needs_weights,
+    )  # fmt: skip
+    of_tables: Sequence[Tensor | None] = [None] * len(ctx.table_rows)
+    if rows is not None and needs_tables:
+        of_tables = _sparse(ctx, rows, starts, row_grads) if ctx.sparse else _dense(ctx, rows, row_grads)
+    return of_tables, grad_dense, grad_weights
+
+
+def _dense(ctx: Any, rows: Rows, row_grads: Tensor) -> Sequence[Tensor]:
+    """Gradients of whole tables. What stands behind the last row touched is zero, and is added somewhere."""
+    count, device = row_grads.shape[0], row_grads.device
+    first = torch.tensor(first_keys(ctx.table_rows)[:-1], device=device)
+    table = torch.searchsorted(rows.starts[1:], torch.arange(count, device=device), right=True)
+    keys = first[table.clamp(max=len(ctx.table_rows) - 1)] + rows.rows[:count]
+    whole = row_grads.new_zeros((sum(ctx.table_rows), row_grads.shape[1]))
+    return whole.index_add_(0, keys, row_grads).split(ctx.table_rows)
+
+
+def _sparse(ctx: Any, rows: Rows, starts: list[int], row_grads: Tensor) -> Sequence[Tensor]:
+    """A coalesced gradient a table, all of them parts of one memory."""
+    gradients = []
+    for table, (begin, end) in enumerate(pairwise(starts)):
+        gradient = torch.sparse_coo_tensor(
+            rows.rows[begin:end][None],
+            row_grads[begin:end],
+            (ctx.table_rows[table], row_grads.shape[1]),
+            check_invariants=False,
+            is_coalesced=True,
+        )
+        gradients.append(gradient)
+        leaf = ctx.leaves[table]
+        if leaf is not None and ctx.needs[0][table] and leaf.grad is None:
+            _keep_coalesced(leaf, row_grads[begin:end].data_ptr())
+    return gradients
+
+
+def _keep_coalesced(leaf: Tensor, address: int) -> None:
+    """Mark the gradient that `leaf` gets as coalesced if it is the one at this address.
+
+    Autograd stores a sparse gradient without its mark, and an optimizer would sort all of it again.
+    """
+
+    def mark(leaf: Tensor) -> None:
+        handle.remove()
+        gradient = leaf.grad
+        if gradient is not None and gradient.is_sparse and gradient._values().data_ptr() == address:
+            gradient._coalesced_(True)
+
+    handle = leaf.register_post_accumulate_grad_hook(mark)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples, cost, registration
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def sample(
+        name: str,
+        lengths: tuple[int, ...],
+        width: int,
+        *,
+        rows: tuple[int, ...] = (4, 3),
+        features: tuple[int, ...] = (0, 1, 1),
+        has_dense: bool = False,
+        weighted: bool = False,
+        pooling: str = "sum",
+        padding_index: int | None = None,
+        hash: str = "modulo",
+        out_of_range: str = "error",
+        cross: str = "none",
+        save_vectors: bool = False,
+        most: int = 2**62,
+    ) -> Sample:
+        ids, offsets = random_bags(lengths, len(features), device, most=most)
+        dense = randn(len(lengths), width) if has_dense else None
+        weights = randn(len(ids)) if weighted else None
+        arguments = ([randn(count, width) for count in rows], ids, offsets, dense, weights, list(features))
+        return Sample(name, (*arguments, pooling, padding_index, hash, out_of_range, cross, False, save_vectors))
+
+    yield sample("look-up", (1, 0, 2), 2)
+    yield sample("look-up, dense, mean", (1, 3, 0), 3, has_dense=True, pooling="mean")
+    yield sample("dot", (1, 2), 3, cross="dot", has_dense=True, weighted=True)
+    yield sample("fm", (2, 0), 3, cross="fm", has_dense=True, pooling="mean", weighted=True)
+    yield sample("weights", (1, 0, 5, 2), 5, weighted=True)
+    yield sample("dot without dense, mean", (2, 1, 3), 17, cross="dot", pooling="mean")
+    yield sample("fm without dense", (2, 1, 0), 7, cross="fm", save_vectors=True)
+    yield sample("dot, vectors kept", (1, 4, 2), 9, cross="dot", has_dense=True, save_vectors=True)
+    yield sample("mix32", (1, 0, 4), 5, hash="mix32", rows=(1000, 37))
+    yield sample("mix64", (1, 0, 4), 5, hash="mix64", rows=(1000, 37))
+    yield sample("zero out of range", (3, 1, 2), 5, hash="none", out_of_range="zero", most=6)
+    yield sample("padding", (3, 5, 2), 5, hash="none", out_of_range="zero", most=4, padding_index=2, pooling="mean")
+    yield sample("long bags", (63, 0, 111), 33, rows=(500, 40), weighted=True)
+    yield sample("many features", (1,) * 5, 64, rows=(50,) * 26, features=tuple(range(26)), has_dense=True, cross="dot")
+    yield sample("no samples", (), 3, has_dense=True, cross="dot")
+    yield sample("no ids", (0, 0), 3, has_dense=True, cross="fm", pooling="mean")
+    name, args = sample("strided tables and dense", (2, 0, 1), 4, has_dense=True, cross="dot")
+    tables = [randn(5, 14)[:, 3:7], randn(4, 6).t()]
+    yield Sample(name, (tables, *args[1:3], randn(4, 3).t(), *args[4:]))
+
+
+def _cost(
+    tables: list[Tensor],
+    ids: Tensor,
+    offsets: Tensor,
+    dense: Tensor | None,
+    weights: Tensor | None,
+    feature_tables: list[int],
+    pooling: str,
+    padding_index: int | None,
+    hash: str,
+    out_of_range: str,
+    cross: str,
+    sparse: bool,
+    save_vectors: bool,
+) -> Cost:
+    """Bytes: ids, offsets and what comes out once, and each row as often as it is looked up, but no table twice."""
+    batch, width, n = batch_size(offsets, len(feature_tables)), tables[0].shape[1], len(feature_tables)
+    vectors = n + (dense is not None)
+    itemsize = tables[0].itemsize
+    rows = min(ids.numel(), sum(_rows(tables)))
+    out = torch.Size(crossed_shape(batch, vectors, width, dense is not None, cross)).numel()
+    kept = batch * vectors * width * computing_dtype(tables[0].dtype).itemsize if save_vectors else 0
+    given = sum(t.nbytes for t in (dense, weights) if t is not None)
+    flops = ids.numel() * width * (1 if weights is None else 2)
+    flops += {"none": 0, "fm": 3 * batch * vectors * width, "dot": batch * vectors * (vectors - 1) * width}[cross]
+    return Cost(flops=flops, bytes=ids.nbytes + offsets.nbytes + (rows * width + out) * itemsize + kept + given)
+
+
+embedding_aggregation_operator = register(
+    schema=(
+        "embedding_aggregation(Tensor[] tables, Tensor ids, Tensor offsets, Tensor? dense, Tensor? weights, "
+        "int[] feature_tables, str pooling, int? padding_index, str hash, str out_of_range, str cross, bool sparse, "
+        "bool save_vectors) -> (Tensor features, Tensor vectors)"
+    ),
+    check=_check,
+    shape=_shape,
+    cpu=_cpu,
+    kernel=Kernel("embedding_aggregation", "embedding_aggregation"),
+    reference=_reference,
+    samples=_samples,
+    cost=_cost,
+    stock="F.embedding_bag a feature, torch.stack, torch.bmm, the lower triangle",
+    setup=_setup,
+    backward=_backward,
+    vmap=looped_vmap,
+    autocast="promote",
+)
