@@ -37,7 +37,7 @@ class Predictions:
 
 
 def click_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """auc; logloss; calibration, the mean prediction over the mean label; and calibration_error, as functions here say."""
+    """auc, logloss, calibration and calibration_error, as the functions of these names have them."""
     probabilities = torch.sigmoid(logits.double())
     return {
         "auc": auc(logits, labels),

@@ -1,14 +1,14 @@
 """A synthetic click log in Criteo's shape: 13 dense and 26 categorical features, labels drawn from a planted model.
 
-Ids follow a power law and are 64-bit hashes. An id's effects are normal numbers made of a hash of it, so that nothing of
-the vocabulary's size is stored. The logit is the sum of a bias and of three parts that are uncorrelated:
+Ids follow a power law and are 64-bit hashes. The effects of an id are normal numbers made of a hash of it, so that
+nothing of the vocabulary's size is stored. The logit is the sum of a bias and of three parts that are uncorrelated:
 
     dense   of each dense feature x, standard normal: x and (x^2 - 1) / sqrt(2), in a fixed mixture
     ids     of each categorical feature, the effect of its id
     pairs   of each pair of features of a group of `GROUPS`, the inner product of their ids' vectors of `RANK` numbers
 
-Effects and vectors have mean 0 and variance 1 over the ids of their feature, so that a pair has no part that its ids have
-by themselves. Those of a bag are added up and divided by the square root of the mean length.
+Effects and vectors have mean 0 and variance 1 over the ids of their feature, so that a pair has no part that its ids
+have by themselves. Those of a bag are added up and divided by the square root of the mean length.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ BASE_RATE = 0.25
 SMALLEST_TABLE = 1_000
 """Tables have a row an id, but no fewer than these: of few ids none may lose its row to another one's hash."""
 HEAD = 4_096
-"""Most frequent ids whose effects count one by one in a feature's mean and variance; of the others, as many as there are,
-the mean is 0 and the variance 1."""
+"""Most frequent ids whose effects count one by one in a feature's mean and variance; of all others together the mean is
+taken to be 0 and the variance 1."""
 VALIDATION, PROBE, TRAINING = 0, 1, 2
 """What samples are drawn for: never the same ones."""
 BLOCK = 8_192

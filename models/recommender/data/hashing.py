@@ -14,7 +14,8 @@ Unsigned = NDArray[np.uint64]
 def mix64(keys: NDArray[Any]) -> Unsigned:
     """A bijection of 64-bit integers whose output bits each depend on all input bits: the finalizer of SplitMix64.
 
-    keys: int64 or uint64, of any shape. Source: Steele, Lea, Flood, Fast splittable pseudorandom number generators, 2014.
+    keys: int64 or uint64, of any shape.
+    Source: Steele, Lea, Flood, Fast splittable pseudorandom number generators, 2014.
     """
     x = keys.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x ^= x >> np.uint64(30)

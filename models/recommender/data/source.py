@@ -7,8 +7,8 @@ A batch of B samples, F categorical features and n_dense dense ones:
     offsets  int64 [F * B + 1]  bag b of feature f is ids[offsets[f * B + b] : offsets[f * B + b + 1]]
     labels   float32 [B]        0 or 1
 
-Bags are feature-major, as in torchrec's KeyedJaggedTensor (its values and offsets). A bag may be empty: that of a feature
-of several values without any, or of a value that is missing.
+Bags are feature-major, as in torchrec's KeyedJaggedTensor (its values and offsets). A bag of a multi-valued feature may
+be empty; one of any other feature has exactly one id.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Feature:
 
     name          as tables show it.
     rows          rows that its table should have.
-    multi_valued  whether bags may have another number of ids than one.
+    multi_valued  whether a bag may have another number of ids than one.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Source(ABC):
         return None
 
     def references(self) -> Mapping[str, Reference]:
-        """Simple predictors on the same validation set, by name: the constant one (the training part's base rate) first."""
+        """Simple predictors on the same validation set, by name; the constant one, of the base rate, first."""
         return {}
 
 
