@@ -25,13 +25,13 @@ from engine.progress import make_console
 from engine.signals import StopSignal
 from engine.task import Task
 from engine.tracking import NullTracker, make_tracker
-from models import pinn, transformer
+from models import pinn, recommender, transformer
 
 if TYPE_CHECKING:
     import torch  # otherwise not before engine, which sets what torch reads when it is imported
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
-MODELS: dict[str, config.ModelPackage] = {"transformer": transformer, "pinn": pinn}
+MODELS: dict[str, config.ModelPackage] = {"transformer": transformer, "recommender": recommender, "pinn": pinn}
 
 config.register(MODELS)
 jobs = Jobs()

@@ -55,8 +55,13 @@ def loss(path: Path, trainings: Mapping[str, Training], summary: Mapping[str, An
         points = [(step, metrics["loss"]) for step, metrics in training.validation]
         (dots,) = axes.plot(*zip(*points, strict=True), "os^Dv"[i % 5], color=f"C{i}", label=f"{arm}, validation")
         dots.set(markersize=11 - 3 * min(i, 2))
-    for name, value in summary["references"].items():
-        axes.axhline(value, color="gray", linestyle=":", label=f"{name}, validation")
+    for name, reached in summary["references"].items():
+        axes.axhline(
+            reached["loss"] if isinstance(reached, Mapping) else reached,
+            color="gray",
+            linestyle=":",
+            label=f"{name}, validation",
+        )
     axes.set_xlabel("step")
     if summary["targets"]:  # a loss that is to vanish
         axes.set_yscale("log")

@@ -134,7 +134,7 @@ def _summarize_arm(comparison: Comparison, arm: Arm) -> dict[str, Any]:
     name = arm.name
     training, seconds = comparison.trainings[name], comparison.seconds_per_step[name]
     step_ms = timing.median_interval(seconds * 1e3).value
-    flops = comparison.flops_per_step
+    flops, touched = comparison.flops_per_step, comparison.task.bytes_per_step()
     return {
         "metrics": training.reported[1],
         "throughput": {
@@ -160,6 +160,7 @@ def _summarize_arm(comparison: Comparison, arm: Arm) -> dict[str, Any]:
             },
         },
         "tflops": None if flops is None else flops / step_ms / 1e9,
+        "gb_per_s": None if touched is None else touched * comparison.train.accumulation / step_ms / 1e6,
     }
 
 
@@ -221,16 +222,22 @@ def _arms_table(summary: Mapping[str, Any]) -> Table:
     arms = summary["arms"]
     metrics = list(next(iter(arms.values()))["metrics"])
     unit = next(iter(arms.values()))["throughput"]["unit"]
-    header = ("arm", *(f"validation {m}" for m in metrics), f"{unit} (95 % interval)", "ms a step", "peak memory")
+    bandwidth = ("GB/s",) if any(arm["gb_per_s"] is not None for arm in arms.values()) else ()
+    header = (
+        *("arm", *(f"validation {m}" for m in metrics), f"{unit} (95 % interval)", "ms a step"),
+        *(*bandwidth, "peak memory"),
+    )
     rows: list[tuple[str, ...]] = []
     for name, arm in arms.items():
         speed = arm["throughput"]
         interval = f"{quantity(speed['value'])} ({quantity(speed['low'])} to {quantity(speed['high'])})"
         values = (metric_text(arm["metrics"][m]) for m in metrics)
-        rows.append((name, *values, interval, f"{speed['step_ms']:.2f}", _memory(arm["peak_memory_bytes"])))
-    for name, loss in summary["references"].items():
-        values = (f"{loss:.4f}" if m == "loss" else "-" for m in metrics)
-        rows.append((f"reference: {name}", *values, "-", "-", "-"))
+        touched = (f"{arm['gb_per_s']:.3g}" for _ in bandwidth)
+        rows.append((name, *values, interval, f"{speed['step_ms']:.2f}", *touched, _memory(arm["peak_memory_bytes"])))
+    for name, reached in summary["references"].items():
+        known = reached if isinstance(reached, Mapping) else {"loss": reached}
+        values = (metric_text(known[m]) if m in known else "-" for m in metrics)
+        rows.append((f"reference: {name}", *values, "-", "-", *("-" for _ in bandwidth), "-"))
     return Table("Arms", header, rows)
 
 

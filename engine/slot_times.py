@@ -7,6 +7,7 @@ the slot's. On a GPU the time is that of the kernels that were launched there, o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,7 @@ class SlotProfile:
         return replace(arm, implementations=tuple(self._labelled(i) for i in arm.implementations))
 
     def _labelled(self, implementation: Implementation) -> Implementation:
+        @functools.wraps(implementation.function)  # by which a model may tell what it was given
         def call(*args: Any, **kwargs: Any) -> Any:
             first = torch.autograd._get_sequence_nr()
             with torch.profiler.record_function(FORWARD + implementation.slot):

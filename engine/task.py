@@ -91,6 +91,13 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """The mean loss of a batch on the model's device, and the count it was averaged over."""
 
+    def terms(self) -> Mapping[str, Tensor]:
+        """What the latest `loss` was the sum of, by name, detached; none for a loss of one term.
+
+        A run that stops at a loss that is not finite shows them.
+        """
+        return {}
+
     @abstractmethod
     def validation(self) -> Iterable[Batch]:
         """The whole validation set, in batches whose sizes may differ."""
@@ -127,6 +134,13 @@ class Task(ABC):
         Of a step that takes one batch; the engine multiplies by `train.accumulation`.
         """
 
+    def bytes_per_step(self) -> int | None:
+        """Bytes of memory that a training step of one batch must touch, where they are what bounds it; None elsewhere.
+
+        What they are counted of is said in `describe`.
+        """
+        return None
+
     def compile(self, model: nn.Module, **options: Any) -> None:
         """Compile, in place, what `loss` calls of a model; options are torch.compile's. By default it calls forward."""
         model.compile(**options)
@@ -150,6 +164,9 @@ class Task(ABC):
         """What to print before training, of steps of so many batches: parameters, data, the split and its sizes."""
         return {}
 
-    def references(self) -> dict[str, float]:
-        """Losses of simple predictors on the same validation set, to print beside the model's own."""
+    def references(self) -> Mapping[str, float | Mapping[str, float]]:
+        """What other predictors reach on the same validation set, by name, to print beside the model's own metrics.
+
+        A number is a loss; a predictor of several metrics has them by the names that `evaluate` gives them.
+        """
         return {}

@@ -6,6 +6,7 @@ A fused implementation says why it does not support a case, falls back to the na
 from fusedops.operators.silu_mul import silu_mul
 from fusedops.slots.activation import activation_native
 from fusedops.slots.attention import attention_fused, attention_native, attention_unfused
+from fusedops.slots.embedding import embedding_fused, embedding_native
 from fusedops.slots.laplacian import (
     laplacian_forward,
     laplacian_forward_native,
@@ -39,6 +40,20 @@ SLOTS: dict[str, Slot] = {
             "(gate, up) -> y",
             native=(activation_native, ("aten::silu", "aten::silu_backward")),
             fused=(silu_mul, ("fusedops::silu_mul", "fusedops::silu_mul_backward")),
+        ),
+        make_slot(
+            "embedding",
+            "(tables, ids, offsets, dense, spec) -> features",
+            native=(embedding_native, ("aten::_embedding_bag", "aten::_embedding_bag_sparse_backward")),
+            fused=(
+                embedding_fused,
+                (
+                    "fusedops::embedding_aggregation",
+                    "fusedops::embedding_rows",
+                    "fusedops::embedding_aggregation_backward",
+                    "fusedops::row_update_",
+                ),
+            ),
         ),
         make_slot(
             "laplacian",

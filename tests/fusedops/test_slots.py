@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fusedops import counting, registry
 from fusedops.slots import SLOTS, Implementation
+from fusedops.slots.embedding import EmbeddingSpec, table_optimizers
 from fusedops.slots.laplacian import Grid, Points
 
 
@@ -57,11 +58,22 @@ def laplacian_arguments(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     yield Perceptron(dtype), Points(grid.nodes(3, torch.device("cpu"), dtype), grid)
 
 
+def embedding_arguments(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    tables = [torch.randn(rows, 5, dtype=dtype, requires_grad=True) for rows in (7, 11)]
+    dense = torch.randn(3, 5, dtype=dtype, requires_grad=True)
+    offsets = torch.tensor([0, 2, 2, 3, 6, 7, 9, 9, 9, 12])
+    ids = torch.randint(-(2**62), 2**62, (12,))
+    yield tables, ids, offsets, dense, EmbeddingSpec((0, 1, 1), cross="dot")
+    yield tables, ids, offsets, dense, EmbeddingSpec((0, 1, 1), "mean", "mix64", "fm")
+    yield tables, ids, offsets, dense, EmbeddingSpec((1, 0, 1), "mean", "mix32", "none")
+
+
 ARGUMENTS: dict[str, Callable[[torch.dtype], Iterator[tuple[Any, ...]]]] = {
     "attention": attention_arguments,
     "mlp": mlp_arguments,
     "activation": activation_arguments,
     "laplacian": laplacian_arguments,
+    "embedding": embedding_arguments,
 }
 IMPLEMENTATIONS = [
     implementation
@@ -101,12 +113,31 @@ def test_signature(implementation: Implementation) -> None:
     assert [argument.split("=")[0].strip() for argument in inside.split(",")] == list(native)
 
 
+def leaves_of(args: tuple[Any, ...]) -> list[Tensor]:
+    """What gradients are taken of: tensors, those of lists, and parameters of modules."""
+    leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+    leaves += [t for a in args if isinstance(a, list) for t in a]
+    return leaves + [p for a in args if isinstance(a, nn.Module) for p in a.parameters()]
+
+
+def update(implementation: Implementation, args: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
+    """What belongs to a slot after backward: the step of the tables' optimizer."""
+    if implementation.slot != "embedding":
+        return
+    for leaf, gradient in zip(leaves_of(args), gradients, strict=True):
+        leaf.grad = gradient
+    table_optimizers(implementation.function)["sgd"](args[0], lr=0.1).step()
+
+
 def run(implementation: Implementation, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    leaves = [a for a in args if isinstance(a, Tensor)]
-    leaves += [p for a in args if isinstance(a, nn.Module) for p in a.parameters()]
+    leaves = leaves_of(args)
     outputs = implementation.function(*args)
     outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
     return (*outputs, *torch.autograd.grad(outputs, leaves, [torch.ones_like(output) for output in outputs]))
+
+
+def to_dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 @implementations
@@ -114,8 +145,9 @@ def test_computes_what_native_does(implementation: Implementation) -> None:
     """Outputs and gradients in float64; differences, of an order of their own, as far as rounding lets them."""
     tolerance = {"rtol": 1e-6, "atol": 1e-6} if implementation.name.startswith("stencil") else {}
     for args in ARGUMENTS[implementation.slot](torch.float64):
-        expected = run(SLOTS[implementation.slot].implementation("native"), args)
-        torch.testing.assert_close(run(implementation, args), expected, **tolerance)
+        native = SLOTS[implementation.slot].implementation("native")
+        ours, expected = ([to_dense(t) for t in run(i, args)] for i in (implementation, native))
+        torch.testing.assert_close(ours, expected, **tolerance)
 
 
 @implementations
@@ -124,7 +156,8 @@ def test_declared_operators_run(implementation: Implementation) -> None:
     args = next(ARGUMENTS[implementation.slot](torch.float32))
     before = counting.executed()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        run(implementation, args)
+        results = run(implementation, args)
+        update(implementation, args, results[-len(leaves_of(args)) :])
     shown = {event.name for event in profiled.events()}
     assert set(implementation.operators) <= shown
     counted = {name for name, _ in counting.executed() - before}
