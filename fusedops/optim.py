@@ -47,7 +47,8 @@ class RowOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         self._check(group)
         for table in group["params"]:
-            self.state[table].update(self._new_state(table, group))
+            if state := self._new_state(table, group):
+                self.state[table] = state
 
     def _check(self, group: Mapping[str, Any]) -> None:
         name = type(self).__name__
@@ -61,7 +62,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name}: {option}={group[option]}: updates of rows have no {option}; allowed: 0")
 
     def _new_state(self, table: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What is kept of a table that was not updated yet."""
+        """What is kept of a table from the beginning."""
         return {}
 
     @torch.no_grad()
