@@ -37,7 +37,7 @@ class ClicksConfig:
     """Of the planted model and the validation set; `train.seed` is that of the training samples."""
     max_ids: int = 10_000
     """The most distinct ids of a feature; Criteo's features have 3 to ten million, which this cuts off."""
-    skew: float = 1.25
+    skew: float = 1.6
     """Exponent, in [1.01, 3], of the power law of the ids: the k-th most frequent has a share of about k ** -skew."""
     validation_samples: int = 65_536
     """Size of the validation set."""
