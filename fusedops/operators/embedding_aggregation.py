@@ -192,6 +192,23 @@ def empty_outputs(
     return features, tables[0].new_empty(kept, dtype=computing_dtype(tables[0].dtype))
 
 
+MOST_VECTORS, MOST_ELEMENTS = 128, 2**14
+
+
+def fused_cross(vectors: int, width: int) -> bool:
+    """Whether a GPU takes look-up and cross in one kernel, which has all vectors of a sample in its registers.
+
+    Otherwise the vectors go through memory, to the stock cross.
+    """
+    return vectors <= MOST_VECTORS and vectors * width <= MOST_ELEMENTS
+
+
+def _path(tables: list[Tensor], ids: Tensor, offsets: Tensor, dense: Tensor | None, *options: Any) -> str:
+    feature_tables, cross = options[1], options[6]
+    fused = cross == "none" or fused_cross(len(feature_tables) + (dense is not None), tables[0].shape[1])
+    return "triton" if fused else "cublas+triton"
+
+
 def _shape(
     tables: list[Tensor],
     ids: Tensor,
@@ -475,7 +492,7 @@ embedding_aggregation_operator = register(
     check=_check,
     shape=_shape,
     cpu=_cpu,
-    kernel=Kernel("embedding_aggregation", "embedding_aggregation"),
+    kernel=Kernel("embedding_aggregation", "embedding_aggregation", _path),
     reference=_reference,
     samples=_samples,
     cost=_cost,

@@ -14,7 +14,7 @@ MOST_ROWS = 2**31 - 1
 """Rows of a table: products of 32 bits of a hash by them stay below 2^63."""
 
 _LOW = 0xFFFFFFFF
-_FOLD = 0x9E3779B1  # 2^32 over the golden ratio, a prime
+FOLD = 0x9E3779B1  # 2^32 over the golden ratio, a prime
 
 
 def signed(number: int) -> int:
@@ -56,7 +56,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix32(ids: Tensor) -> Tensor:
-    x = (ids & _LOW) ^ ((_shifted(ids, 32) * _FOLD) & _LOW)
+    x = (ids & _LOW) ^ ((_shifted(ids, 32) * FOLD) & _LOW)
     first, a, second, b, third = MIX32
     x = ((x ^ (x >> first)) * a) & _LOW
     x = ((x ^ (x >> second)) * b) & _LOW

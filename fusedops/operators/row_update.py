@@ -159,7 +159,8 @@ def computing_dtype_of_state(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-def _check_rows(tables: list[Tensor], rows: list[Tensor]) -> None:
+def check_rows(tables: list[Tensor], rows: list[Tensor]) -> None:
+    """Raise ValueError for rows that a table has not, on a CPU."""
     for i, (table, own) in enumerate(zip(tables, rows, strict=True)):
         if own.numel() and (int(own.min()) < 0 or int(own.max()) >= table.shape[0]):
             raise ValueError(
@@ -228,7 +229,7 @@ def _cpu(
     beta1: float,
     beta2: float,
 ) -> None:
-    _check_rows(tables, rows)
+    check_rows(tables, rows)
     _update_rows(tables, states, second_states, rows, row_grads, rule, lr, eps, beta1, beta2)
 
 
