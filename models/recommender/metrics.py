@@ -81,12 +81,10 @@ def logloss(logits: Tensor, labels: Tensor) -> float:
 
 def base_rate_logloss(labels: Tensor, rate: float | None = None) -> float:
     """The logloss of the constant predictor: of `rate`, or of the labels' own mean, the best there is."""
-    positive = _positive(labels, labels).double()
-    mean = float(positive.mean())
+    mean = float(_positive(labels, labels).double().mean())
     rate = mean if rate is None else rate
-    return -sum(
-        share * math.log(p) if p > 0 else math.inf for share, p in ((mean, rate), (1 - mean, 1 - rate)) if share
-    )
+    terms = [(share, predicted) for share, predicted in ((mean, rate), (1 - mean, 1 - rate)) if share]
+    return sum(-share * math.log(predicted) if predicted > 0 else math.inf for share, predicted in terms)
 
 
 def calibration(probabilities: Tensor, labels: Tensor) -> float:
