@@ -46,18 +46,34 @@ class EmbeddingSpec:
 def embedding_native(
     tables: list[Tensor], ids: Tensor, offsets: Tensor, dense: Tensor | None, spec: EmbeddingSpec
 ) -> Tensor:
-    """An F.embedding_bag with sparse gradients a feature, then the cross."""
+    """An F.embedding_bag with sparse gradients a feature, then the cross.
+
+    torch.compile, which has no sparse gradients, compiles the cross alone.
+    """
+    vectors = _bags(tables, ids, offsets, spec)
+    if dense is not None:
+        vectors = [dense, *vectors]
+    return crossed(torch.stack(vectors, dim=1), dense is not None, spec.cross)
+
+
+def _bags(tables: list[Tensor], ids: Tensor, offsets: Tensor, spec: EmbeddingSpec) -> list[Tensor]:
+    """The pooled vectors of each feature, [B, D] each."""
     batch = batch_size(offsets, len(spec.feature_tables))
     ends = offsets[::batch].tolist()  # an embedding_bag wants its own ids
-    vectors = [] if dense is None else [dense]
+    pooled = []
     for feature, table in enumerate(spec.feature_tables):
         first, last = ends[feature], ends[feature + 1]
         rows = rows_of_ids(ids[first:last], len(tables[table]), spec.hash)
         bags = offsets[feature * batch : (feature + 1) * batch + 1] - first
-        vectors.append(
+        pooled.append(
             F.embedding_bag(rows, tables[table], bags, mode=spec.pooling, sparse=True, include_last_offset=True)
         )
-    return crossed(torch.stack(vectors, dim=1), dense is not None, spec.cross)
+    return pooled
+
+
+# What torch.compiler.disable does, which would import Dynamo here and now.
+_bags._torchdynamo_disable = True  # type: ignore[attr-defined]
+_bags._torchdynamo_disable_msg = "sparse gradients of embedding_bag"  # type: ignore[attr-defined]
 
 
 def embedding_unsupported(tables: list[Tensor]) -> str | None:

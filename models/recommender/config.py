@@ -14,9 +14,9 @@ TABLE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "sparse_adam")
 _TABLES: dict[str, Any] = {
     "embeddings": True,
     "hash": "modulo",
-    "pooling": "mean",
-    "table_optimizer": "adagrad",
-    "table_learning_rate": 0.05,
+    "pooling": "sum",
+    "table_optimizer": "sparse_adam",
+    "table_learning_rate": 0.02,
 }
 _DLRM: dict[str, Any] = {"network": "dlrm", "cross": "dot"} | _TABLES
 _DEEPFM: dict[str, Any] = {"network": "deepfm", "cross": "fm", "bottom": []} | _TABLES

@@ -22,6 +22,11 @@ class RecommenderOps:
     embedding: Embedding
 
 
+TABLE_SCALE = {"dlrm": 2.0, "deepfm": 0.5}
+"""Of the tables' first values. Products of small rows pass on small gradients, and pairs of ids are learnt late; but a
+factorization machine adds its products up, and would begin far from the base rate with rows as large as DLRM's."""
+
+
 class Recommender(nn.Module):
     """The logit of a click, [B], of dense features [B, n_dense] and bags of categorical ids.
 
@@ -38,12 +43,18 @@ class Recommender(nn.Module):
 
     architecture   as `ModelConfig.architecture()` has it.
     n_dense        dense features; of none, the vector is a learnt constant.
-    rows           rows of each table, one a categorical feature.
+    rows           rows of each table.
     ops            the function of the slot; None for a model without embeddings.
+    feature_tables of each categorical feature the index of its table; by default there is one a feature.
     """
 
     def __init__(
-        self, architecture: dict[str, Any], n_dense: int, rows: Sequence[int], ops: RecommenderOps | None
+        self,
+        architecture: dict[str, Any],
+        n_dense: int,
+        rows: Sequence[int],
+        ops: RecommenderOps | None,
+        feature_tables: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         a, width = architecture, architecture["embedding_dim"]
@@ -55,13 +66,13 @@ class Recommender(nn.Module):
         self.tables = nn.ParameterList()
         self.linear_tables = nn.ParameterList()
         if ops is not None:
-            self.tables.extend(table(count, width) for count in rows)
+            self.tables.extend(table(count, width, TABLE_SCALE[self.network]) for count in rows)
             if self.network == "deepfm":
                 self.linear_tables.extend(nn.Parameter(torch.zeros(count, 1)) for count in rows)
-        shared = {"feature_tables": tuple(range(len(rows))), "pooling": a["pooling"], "hash": a["hash"]}
-        self._crossed = EmbeddingSpec(**shared, cross=self.cross)
-        self._apart = EmbeddingSpec(**shared, cross="none")
-        self.top = perceptron([_seen(a, len(rows) + 1 if ops is not None else 1), *a["top"], 1])
+        chosen = tuple(range(len(rows)) if feature_tables is None else feature_tables)
+        self.crossed = EmbeddingSpec(chosen, a["pooling"], a["hash"], self.cross)
+        self.apart = EmbeddingSpec(chosen, a["pooling"], a["hash"], "none")
+        self.top = perceptron([_seen(a, len(chosen) + 1 if ops is not None else 1), *a["top"], 1])
 
     def forward(self, dense: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
         if self.bottom is not None:
@@ -73,17 +84,18 @@ class Recommender(nn.Module):
             return self.top(vector).squeeze(-1)
         look_up, tables = self.ops.embedding, list(self.tables)
         if self.network == "dlrm":
-            return self.top(look_up(tables, ids, offsets, vector, self._crossed).flatten(1)).squeeze(-1)
-        logit = self.top(look_up(tables, ids, offsets, vector, self._apart).flatten(1)).squeeze(-1)
-        logit = logit + look_up(list(self.linear_tables), ids, offsets, None, self._apart).flatten(1).sum(-1)
+            return self.top(look_up(tables, ids, offsets, vector, self.crossed).flatten(1)).squeeze(-1)
+        logit = self.top(look_up(tables, ids, offsets, vector, self.apart).flatten(1)).squeeze(-1)
+        logit = logit + look_up(list(self.linear_tables), ids, offsets, None, self.apart).flatten(1).sum(-1)
         if self.cross == "fm":
-            logit = logit + look_up(tables, ids, offsets, vector, self._crossed).sum(-1)
+            logit = logit + look_up(tables, ids, offsets, vector, self.crossed).sum(-1)
         return logit
 
 
-def table(rows: int, width: int) -> nn.Parameter:
-    """Uniform within +-1 / sqrt(width): products of two rows have a deviation of 1 / (3 sqrt(width)) from the start."""
-    return nn.Parameter(torch.empty(rows, width).uniform_(-1, 1).mul_(width**-0.5))
+def table(rows: int, width: int, scale: float) -> nn.Parameter:
+    """Uniform within +-scale / sqrt(width), so that products of two rows are as large for any width."""
+    bound = scale * width**-0.5
+    return nn.Parameter(torch.empty(rows, width).uniform_(-bound, bound))
 
 
 def _seen(architecture: dict[str, Any], vectors: int) -> int:

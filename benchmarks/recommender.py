@@ -1,0 +1,361 @@
+"""Time whole training steps of the recommender, stock against fused: python benchmarks/recommender.py [WORKLOAD ...]
+
+For each workload a DLRM with 26 tables and 13 dense features is trained on batches of 16,384 samples by SGD on the
+tables and AdamW on the rest. The arms, timed in turn:
+
+    bags, one_table                     stock: an F.embedding_bag a feature; or one of all tables put into one
+    bags+compile, one_table+compile     the same under torch.compile
+    fused, fused+compile                fusedops.embedding_aggregation and fusedops.optim.SGD
+
+Ratios are to the better of bags and one_table. Beside the whole step stands the embedding step alone: look-up, cross,
+gradient and update, and GB/s of the bytes that it must touch (models/recommender/traffic.py); and the peak memory of
+a training step of each arm.
+
+    --auc           also train native and fused on the synthetic click log and compare their AUC over a million samples
+    --quick         small tables and batches, for a CPU
+    --rounds N      rounds of the timing passes (default 25)
+
+The result goes to benchmarks/results/<gpu>/recommender.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # a script's path is its folder
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from benchmarks.training import RESULTS, folder_of  # noqa: E402
+from engine import timing  # noqa: E402
+from engine.comparison import choose_device, device_name  # noqa: E402
+from engine.config import TrainConfig  # noqa: E402
+from engine.files import write_atomically  # noqa: E402
+from engine.loop import evaluate, matmul_precision  # noqa: E402
+from engine.signals import StopSignal  # noqa: E402
+from engine.step import Stepper, to_device  # noqa: E402
+from fusedops import optim  # noqa: E402
+from fusedops.benchmark.environment import versions  # noqa: E402
+from fusedops.operators.embedding_bags import batch_size  # noqa: E402
+from fusedops.operators.embedding_cross import crossed  # noqa: E402
+from fusedops.operators.embedding_hash import rows_of_ids  # noqa: E402
+from fusedops.slots import SLOTS  # noqa: E402
+from fusedops.slots.embedding import EmbeddingSpec, embedding_fused, embedding_native  # noqa: E402
+from models.recommender import PRESETS, ClicksConfig, ModelConfig, Task  # noqa: E402
+from models.recommender.model import Recommender, RecommenderOps  # noqa: E402
+from models.recommender.traffic import bytes_touched, distinct_rows  # noqa: E402
+
+FEATURES, DENSE = 26, 13
+ALLOWED_AUC_DIFFERENCE = 0.0005
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tables and batches. skew: exponent of the power law of the ids; 0 draws all alike."""
+
+    rows: int
+    width: int
+    ids_per_bag: int
+    skew: float = 0.0
+    batch: int = 16_384
+
+
+WORKLOADS = {
+    "200k_d64": Workload(200_000, 64, 1),
+    "200k_d128_bags20": Workload(200_000, 128, 20, skew=1.05),
+    "1m_d128": Workload(1_000_000, 128, 1),
+}
+
+
+def main() -> int:
+    """Measure. Returns 1 where the arms' AUC differ by more than they may."""
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"default: {' '.join(WORKLOADS)}")
+    arguments.add_argument("--auc", action="store_true")
+    arguments.add_argument("--quick", action="store_true")
+    arguments.add_argument("--rounds", type=int, default=25)
+    arguments.add_argument("--out", type=Path, default=RESULTS, help="default: benchmarks/results")
+    options = arguments.parse_args()
+    names = options.workloads or list(WORKLOADS)
+    for name in names:
+        if name not in WORKLOADS:
+            arguments.error(f"workload {name}: there is none of that name; there are: {', '.join(WORKLOADS)}")
+    device = choose_device("auto")
+    result: dict[str, Any] = {
+        "device": device_name(device),
+        "versions": versions(),
+        "command": f"python benchmarks/{shlex.join([Path(__file__).name, *sys.argv[1:]])}",
+        "quick": options.quick,
+        "workloads": {},
+    }
+    path = options.out / folder_of(result["device"]) / "recommender.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with StopSignal() as stop, matmul_precision(False):
+        for name in names:
+            workload = WORKLOADS[name]
+            if options.quick:
+                workload = replace(workload, rows=workload.rows // 200, width=16, batch=512)
+            result["workloads"][name] = measure(workload, device, options.rounds, stop)
+            print_workload(name, result["workloads"][name])
+            write_atomically(path, json.dumps(result, indent=2) + "\n")
+        if options.auc:
+            result["auc"] = compare_auc(device, options.quick, stop)
+            print(json.dumps(result["auc"], indent=2))
+            write_atomically(path, json.dumps(result, indent=2) + "\n")
+    print(f"written to {path}")
+    return int(options.auc and abs(result["auc"]["difference"]) > ALLOWED_AUC_DIFFERENCE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arms
+
+
+def embedding_one_table(rows: int) -> Callable[..., Tensor]:
+    """The slot's function of a stock model whose tables, of so many rows each, are one: no wait for the GPU."""
+
+    def embedding(
+        tables: list[Tensor], ids: Tensor, offsets: Tensor, dense: Tensor | None, spec: EmbeddingSpec
+    ) -> Tensor:
+        count = len(spec.feature_tables)
+        batch = batch_size(offsets, count)
+        lengths = offsets[batch::batch] - offsets[:-1:batch]
+        first = torch.arange(count, device=ids.device) * rows
+        shifted = rows_of_ids(ids, rows, spec.hash) + torch.repeat_interleave(first, lengths, output_size=len(ids))
+        pooled = bags(shifted, tables[0], offsets, spec.pooling).view(count, batch, -1)
+        vectors = pooled.transpose(0, 1)
+        if dense is not None:
+            vectors = torch.cat([dense[:, None], vectors], 1)
+        return crossed(vectors, dense is not None, spec.cross)
+
+    return embedding
+
+
+@torch.compiler.disable(reason="sparse gradients of embedding_bag")
+def bags(rows: Tensor, table: Tensor, offsets: Tensor, pooling: str) -> Tensor:
+    """The pooled vectors of every bag, [bags, D]."""
+    return F.embedding_bag(rows, table, offsets, mode=pooling, sparse=True, include_last_offset=True)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """How an arm does what all do: the slot's function, its tables' optimizer, their number, and compilation."""
+
+    embedding: Callable[..., Tensor]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    one_table: bool = False
+    compiled: bool = False
+
+
+def arms_of(workload: Workload) -> dict[str, Arm]:
+    """The arms, stock ones first."""
+    eager = {
+        "bags": Arm(embedding_native, torch.optim.SGD),
+        "one_table": Arm(embedding_one_table(workload.rows), torch.optim.SGD, one_table=True),
+        "fused": Arm(embedding_fused, optim.SGD),
+    }
+    return eager | {f"{name}+compile": replace(arm, compiled=True) for name, arm in eager.items()}
+
+
+class Steps:
+    """A model of an arm, and the two things that are timed of it: the whole training step, and the embedding step.
+
+    Neither takes the gradient's norm, for which stock sparse gradients would have to be coalesced: plain SGD needs not.
+    """
+
+    def __init__(self, arm: Arm, workload: Workload, batch: dict[str, Tensor], device: torch.device) -> None:
+        torch.manual_seed(0)
+        architecture = PRESETS["criteo"] | {"embedding_dim": workload.width, "pooling": "sum"}
+        tables = [workload.rows * FEATURES] if arm.one_table else [workload.rows] * FEATURES
+        with device:
+            self.model = Recommender(
+                architecture,
+                DENSE,
+                tables,
+                RecommenderOps(arm.embedding),
+                feature_tables=[0] * FEATURES if arm.one_table else None,
+            )
+        self._batch, self._function = batch, arm.embedding
+        tables_of_model = list(self.model.tables)
+        own = {id(table) for table in tables_of_model}
+        others = [parameter for parameter in self.model.parameters() if id(parameter) not in own]
+        self._tables = arm.optimizer(tables_of_model, lr=0.01)
+        self._optimizers = [torch.optim.AdamW(others, lr=1e-3, fused=True), self._tables]
+        self._vector = torch.randn(workload.batch, workload.width, device=device, requires_grad=True)
+        self._look_up = self._embedding
+        if arm.compiled:
+            self.model.compile()
+            self._look_up = torch.compile(self._embedding)
+        with torch.no_grad():
+            self._gradient = torch.randn_like(self._embedding())
+
+    def whole(self) -> None:
+        """Forward, loss, backward, update."""
+        batch = self._batch
+        logits = self.model(batch["dense"], batch["ids"], batch["offsets"])
+        F.binary_cross_entropy_with_logits(logits, batch["labels"]).backward()
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def embedding(self) -> None:
+        """Look-up, cross, their gradient, update of the tables."""
+        self._look_up().backward(self._gradient)
+        self._tables.step()
+        self._tables.zero_grad(set_to_none=True)
+        self._vector.grad = None
+
+    def _embedding(self) -> Tensor:
+        batch, model = self._batch, self.model
+        return self._function(list(model.tables), batch["ids"], batch["offsets"], self._vector, model.crossed)
+
+
+def random_batch(workload: Workload, device: torch.device) -> dict[str, Tensor]:
+    """A batch of raw ids: hashes of draws by the power law."""
+    generator = torch.Generator().manual_seed(1)
+    bags = FEATURES * workload.batch
+    draws = torch.rand(bags * workload.ids_per_bag, generator=generator, dtype=torch.float64)
+    if workload.skew:
+        power = 1.0 - workload.skew
+        draws = (1.0 + draws * ((workload.rows + 1.0) ** power - 1.0)) ** (1.0 / power) - 1.0
+    else:
+        draws = draws * workload.rows
+    batch = {
+        "dense": torch.randn(workload.batch, DENSE, generator=generator),
+        "ids": draws.long() + workload.rows * torch.randint(0, 2**40, draws.shape, generator=generator),
+        "offsets": torch.arange(bags + 1) * workload.ids_per_bag,
+        "labels": (torch.rand(workload.batch, generator=generator) < 0.25).float(),
+    }
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+
+
+def measure(workload: Workload, device: torch.device, rounds: int, stop: StopSignal) -> dict[str, Any]:
+    """Times of both steps, their ratios to the better stock arm, GB/s and peak memory."""
+    batch, arms = random_batch(workload, device), arms_of(workload)
+    distinct = distinct_rows(batch["ids"].cpu(), batch["offsets"].cpu(), [workload.rows] * FEATURES, "modulo")
+    memory = {name: peak_memory(arm, workload, batch, device) for name, arm in arms.items()}
+    steps = {name: Steps(arm, workload, batch, device) for name, arm in arms.items()}
+    pairs = (FEATURES + 1) * FEATURES // 2
+    touched = bytes_touched(
+        batch["ids"], batch["offsets"], distinct, workload.width, workload.batch * (workload.width + pairs)
+    )
+    found: dict[str, Any] = {"workload": asdict(workload), "distinct_rows": distinct, "bytes_touched": touched}
+    for what in ("whole", "embedding"):
+        seconds = timing.time_steps({name: getattr(step, what) for name, step in steps.items()}, rounds, device, stop)
+        milliseconds = {name: timing.median_interval(values * 1e3) for name, values in seconds.items()}
+        stock = min(("bags", "one_table"), key=lambda name: milliseconds[name].value)
+        found[what] = {
+            "better_stock": stock,
+            "arms": {
+                name: {
+                    "ms": milliseconds[name].as_dict(),
+                    "ratio": timing.speed_ratio(seconds[name], seconds[stock]).as_dict(),
+                }
+                for name in arms
+            },
+        }
+    for name in arms:
+        whole, apart = found["whole"]["arms"][name], found["embedding"]["arms"][name]
+        whole["samples_per_s"] = workload.batch / whole["ms"]["value"] * 1e3
+        whole["peak_memory_bytes"] = memory[name]
+        apart["share_of_step"] = apart["ms"]["value"] / whole["ms"]["value"]
+        apart["gb_per_s"] = touched / apart["ms"]["value"] / 1e6
+    del steps
+    release(device)
+    return found
+
+
+def peak_memory(arm: Arm, workload: Workload, batch: dict[str, Tensor], device: torch.device) -> dict[str, int] | None:
+    """The most memory allocated in a training step, and the tables' share of it; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    release(device)
+    steps = Steps(arm, workload, batch, device)
+    for _ in range(3):
+        steps.whole()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    steps.whole()
+    torch.cuda.synchronize(device)
+    peak, tables = torch.cuda.max_memory_allocated(device), sum(table.nbytes for table in steps.model.tables)
+    del steps
+    release(device)
+    return {"peak": peak, "tables": tables, "beyond_tables": peak - tables}
+
+
+def release(device: torch.device) -> None:
+    """Give the memory of models that are gone back."""
+    gc.collect()
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def print_workload(name: str, found: dict[str, Any]) -> None:
+    """A line an arm."""
+    print(f"\n{name}: {found['workload']}, {found['distinct_rows']:,} distinct rows")
+    better = (found[what]["better_stock"] for what in ("whole", "embedding"))
+    print("better stock arm: {}; in the embedding step {}".format(*better))
+    header = f"{'arm':18} {'step ms':>9} {'ratio':>22} {'samples/s':>11}"
+    print(f"{header} {'embedding ms':>12} {'ratio':>6} {'share':>6} {'GB/s':>7}")
+    for arm, whole in found["whole"]["arms"].items():
+        apart, ratio = found["embedding"]["arms"][arm], whole["ratio"]
+        interval = f"{ratio['value']:.3f} ({ratio['low']:.3f}-{ratio['high']:.3f})"
+        print(
+            f"{arm:18} {whole['ms']['value']:9.3f} {interval:>22} {whole['samples_per_s']:11,.0f} "
+            f"{apart['ms']['value']:12.3f} {apart['ratio']['value']:6.2f} {apart['share_of_step']:6.0%} "
+            f"{apart['gb_per_s']:7.1f}" + (f" {whole['peak_memory_bytes']}" if whole["peak_memory_bytes"] else "")
+        )
+
+
+def compare_auc(device: torch.device, quick: bool, stop: StopSignal) -> dict[str, Any]:
+    """Train native and fused from the same weights on the same clicks; AUC of both over the whole validation set."""
+    steps, batch, samples, max_ids = (30, 512, 20_000, 1_000) if quick else (400, 16_384, 2**20, 200_000)
+    task = Task(
+        ModelConfig(preset="tiny" if quick else "criteo"),
+        ClicksConfig(max_ids=max_ids, validation_samples=samples),
+        steps=steps,
+        batch_size=batch,
+        eval_batch_size=16_384,
+        learning_rate=2e-3,
+        weight_decay=0.0,
+        warmup_steps=steps // 10,
+        min_lr_ratio=0.05,
+        seed=0,
+    )
+    train, found = TrainConfig(grad_clip=0.0), {}
+    for name in ("native", "fused"):
+        torch.manual_seed(0)
+        model = task.build({"embedding": SLOTS["embedding"].implementation(name).function}).to(device)
+        stepper = Stepper(task, model, task.phases()[0], train, device)
+        for step in range(steps):
+            stop.check()
+            stepper(to_device(task.batch(step), device))
+        found[name] = evaluate(task, model, train, device, stop)
+        del model, stepper
+        release(device)
+    return {
+        **found,
+        "samples": samples,
+        "steps": steps,
+        "difference": found["fused"]["auc"] - found["native"]["auc"],
+        "references": task.references(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
