@@ -17,10 +17,11 @@ from engine.task import Batch, Phase, Task
 
 
 class _Evaluation(NamedTuple):
-    """A loss and its gradients at some parameters."""
+    """A loss, the terms it is the sum of, and its gradients at some parameters."""
 
     parameters: Tensor
     loss: Tensor
+    terms: Mapping[str, Tensor]
     gradients: list[Tensor]
 
 
@@ -59,7 +60,7 @@ class ClosureStepper(Stepper):
             self.taken += 1
         else:
             self._note_standstill(start)
-        return StepResult(start.loss, torch.nn.utils.get_total_norm(start.gradients), False)
+        return StepResult(start.loss, torch.nn.utils.get_total_norm(start.gradients), False, start.terms)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
@@ -94,7 +95,7 @@ class ClosureStepper(Stepper):
         if compilation.is_graphed(self.model):
             compilation.own_gradients(self._parameters)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        self._evaluated.append(_Evaluation(now, loss, gradients))
+        self._evaluated.append(_Evaluation(now, loss, self._task.terms(), gradients))
         return self._evaluated[-1]
 
 

@@ -255,7 +255,7 @@ class _ArmTraining:
         self._clock.lap()
         for step, loss, norm, result in zip(itertools.count(len(self._result.losses) + 1), losses, norms, results):
             if not math.isfinite(loss):
-                raise RunError(f"step {step}: the training loss is {loss}")
+                raise RunError(f"step {step}: the training loss is {loss}{_told(result.terms)}")
             if not math.isfinite(norm) and not result.skipped:
                 raise RunError(f"step {step}: the norm of the gradient is {norm}")
         self._result.losses += losses
@@ -389,6 +389,12 @@ def _set_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _told(terms: Mapping[str, Tensor]) -> str:
+    """The terms of a loss, to be appended to what is said of it."""
+    listed = ", ".join(f"{name} {float(term):.4g}" for name, term in terms.items())
+    return f" ({listed})" if listed else ""
 
 
 def _to_host(scalars: list[Tensor]) -> list[float]:

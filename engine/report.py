@@ -40,10 +40,8 @@ RESULTS = (
 )
 """Files of a run, some as patterns."""
 
-CPU_NOTE = (
-    "This runs on a CPU: fused means the CPU implementations of the operators, made of stock PyTorch operations. "
-    "Expect no gain in speed or memory from them here; that is what the GPU kernels are for."
-)
+CPU_NOTE = "This runs on a CPU: fused means the CPU implementations of the operators, made of stock PyTorch operations."
+"""Followed by what the task says of them."""
 
 
 def clear(directory: Path) -> None:
@@ -66,7 +64,7 @@ def introduce(console: Console, comparison: Comparison, directory: Path) -> None
         console.print(f"{key}: {value}")
     console.print(f"arms: {'; '.join(arm.name for arm in comparison.arms)}")
     if comparison.device.type == "cpu":
-        console.print(CPU_NOTE)
+        console.print(f"{CPU_NOTE} {comparison.task.on_cpu}")
         for mode in {arm.compile_mode for arm in comparison.arms if MODES.get(arm.compile_mode) in WITHOUT_GRAPHS}:
             console.print(f"compile={mode}: a CPU has no CUDA graphs; the rest of the mode is used")
 
@@ -125,6 +123,7 @@ def summarize(comparison: Comparison, baseline: str | None, resolved: Mapping[st
         "references": comparison.task.references(),
         "targets": {metric: list(values) for metric, values in comparison.task.targets.items()},
         "description": comparison.description,
+        "on_cpu": comparison.task.on_cpu if comparison.device.type == "cpu" else None,
         "precision": comparison.train.precision,
         "config_sha256": hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest(),
     }
@@ -301,8 +300,8 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
                 result.append(f"{name}: {reason}.")
         if training["reported_step"] != training["steps"]:
             result.append(f"{name}: metrics and saved model are those of step {training['reported_step']}, its best.")
-    if summary["device"].startswith("CPU"):
-        result.append(CPU_NOTE)
+    if summary["on_cpu"] is not None:
+        result.append(f"{CPU_NOTE} {summary['on_cpu']}")
     return result
 
 

@@ -63,11 +63,15 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 
 class StepResult(NamedTuple):
-    """A step's loss and its gradient's norm before clipping, both on the device, and whether fp16 skipped the step."""
+    """A step's loss and its gradient's norm before clipping, both on the device, and whether fp16 skipped the step.
+
+    terms: what the loss was the sum of, by name, where the task tells; of several batches, the last one's.
+    """
 
     loss: Tensor
     gradient_norm: Tensor
     skipped: bool
+    terms: Mapping[str, Tensor]
 
 
 class TrainingStep(Protocol):
@@ -144,7 +148,7 @@ class Stepper:
         self.taken += not skipped
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss, norm, skipped)
+        return StepResult(loss, norm, skipped, self._task.terms())
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule's position, the optimizers' states and the scaler's."""

@@ -51,6 +51,8 @@ class Task(ABC):
     """What throughput counts: "tokens"."""
     slots: tuple[str, ...]
     """The slots of the model as configured, in the order tables show them."""
+    on_cpu: str = "Expect no gain in speed or memory from them here; that is what the GPU kernels are for."
+    """What to expect of the operators' CPU implementations, told beside their figures."""
     targets: Mapping[str, tuple[float, ...]] = {}
     """Values of metrics, the lower the better, of which reports say when they were first reached."""
 

@@ -51,6 +51,7 @@ def derivatives(z, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
         return z * s, s + z * p, 2.0 * p + z * bend, 3.0 * bend + z * third
     else:
         square = z * z
+        square = tl.where(square > 1e4, 1e4, square)  # far out the density is 0, and must not meet an infinity
         density = tl.exp(square * -0.5) * DENSITY_AT_ZERO
         cdf = normal_cdf(z, False)
         return z * cdf, cdf + z * density, density * (2.0 - square), density * z * (square - 4.0)

@@ -6,7 +6,8 @@ It is linear, so all its derivatives are itself and its adjoint, each of which h
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -37,9 +38,9 @@ def laplacian3d(u: Tensor, spacing: float | Sequence[float], boundary: str = "di
         valid      nothing: the result is where the stencil fits, `order` nodes less along each axis. Order 2 or 4.
 
     Differentiable to any order, in forward mode too.
-    Raises TypeError for another dtype, and for a tensor as spacing; ValueError for less than three dimensions, a
-    spacing that is not positive and finite, a boundary or an order other than these, and for "valid" where the stencil
-    does not fit.
+    Raises TypeError for another dtype, and for a spacing other than numbers, tensors included; ValueError for less than
+    three dimensions, a spacing that is not positive and finite or whose inverse square is too large for the arithmetic,
+    a boundary or an order other than these, and for "valid" where the stencil does not fit.
     """
     return laplacian3d_operator(u, spacing_of_axes("laplacian3d", spacing), boundary, order)
 
@@ -60,13 +61,17 @@ def laplacian3d_adjoint(
 
 
 def spacing_of_axes(operator: str, spacing: float | Sequence[float]) -> tuple[float, ...]:
-    """The spacing of each axis. Raises TypeError where a tensor stands for a number, ValueError unless one or three."""
+    """The spacing of each axis. Raises TypeError for what is neither a number nor a sequence of numbers."""
     check_number(operator, "spacing", spacing)
-    if isinstance(spacing, int | float):
-        return (float(spacing),) * 3
-    for number in spacing:
+    numbers = [spacing] * 3 if isinstance(spacing, Real) else spacing
+    if not isinstance(numbers, Iterable):
+        raise TypeError(f"{operator}: spacing is {spacing!r}; allowed: a number, or one for each of X, Y, Z")
+    numbers = list(numbers)
+    for number in numbers:
         check_number(operator, "spacing", number)
-    return tuple(float(number) for number in spacing)
+        if not isinstance(number, Real) or isinstance(number, bool):
+            raise TypeError(f"{operator}: spacing is {spacing!r}; allowed: a number, or one for each of X, Y, Z")
+    return tuple(float(number) for number in numbers)
 
 
 def half_width(order: int) -> int:
@@ -91,9 +96,12 @@ def _check(operator: str, name: str, u: Tensor, spacing: Sequence[float], bounda
         raise ValueError(
             f"{operator}: {name} has shape {tuple(u.shape)}; it must have at least three dimensions, (..., X, Y, Z)"
         )
-    if len(spacing) != 3 or not all(h > 0 and 0 < h * h < float("inf") for h in spacing):  # nor NaN
+    dtype = torch.promote_types(u.dtype, torch.float32)
+    least = 1 / torch.finfo(dtype).max ** 0.5
+    if len(spacing) != 3 or not all(least < h and h * h < float("inf") for h in spacing):  # nor NaN
         raise ValueError(
-            f"{operator}: spacing is {tuple(spacing)}; allowed: a positive finite number, or one for each of X, Y, Z"
+            f"{operator}: spacing is {tuple(spacing)}; allowed: a positive finite number, or one for each of X, Y, Z, "
+            f"above {least:.2g} for arithmetic in {str(dtype).removeprefix('torch.')}"
         )
     if boundary not in BOUNDARIES:
         raise ValueError(f"{operator}: boundary is {boundary!r}; allowed: {', '.join(BOUNDARIES)}")

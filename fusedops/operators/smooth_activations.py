@@ -32,9 +32,9 @@ def _silu(z: Tensor, count: int) -> list[Tensor]:
 
 
 def _gelu(z: Tensor, count: int) -> list[Tensor]:
-    # gelu = z Phi, Phi' = phi, phi' = -z phi: Hermite-like polynomials.
-    density = torch.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
-    square = z * z
+    # gelu = z Phi, Phi' = phi, phi' = -z phi: Hermite-like polynomials. Far out phi is 0, and must not meet infinity.
+    square = (z * z).clamp(max=1e4)
+    density = torch.exp(-0.5 * square) / math.sqrt(2.0 * math.pi)
     cdf = 0.5 * (1.0 + torch.erf(z * math.sqrt(0.5)))
     return [
         z * cdf,
@@ -60,14 +60,15 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 """The activations by name, each as its stock function; gelu is the exact one."""
 
-_WITHOUT_CURVATURE = ("relu", "leaky_relu", "relu6", "hardtanh", "prelu", "identity")
+WITHOUT_CURVATURE = ("relu", "leaky_relu", "relu6", "hardtanh", "hardsigmoid", "prelu", "identity")
+"""Activations whose second derivative, and with it every Laplacian, is zero almost everywhere."""
 
 
 def check_activation(where: str, activation: str) -> None:
     """Raise ValueError, beginning with `where`, for an activation that is not among `ACTIVATIONS`."""
     if activation in ACTIVATIONS:
         return
-    why = ", whose second derivative is zero" if activation in _WITHOUT_CURVATURE else ""
+    why = ", whose second derivative is zero" if activation in WITHOUT_CURVATURE else ""
     raise ValueError(f"{where}: activation is {activation!r}{why}; allowed: {', '.join(map(repr, ACTIVATIONS))}")
 
 

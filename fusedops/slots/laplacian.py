@@ -115,11 +115,15 @@ class Network(Protocol):
 def autograd_jet(function: Callable[[Tensor], Tensor], x: Tensor, spatial: int, keep_graph: bool) -> Jet:
     """A function of x [N, D], [N], with its derivatives by nested autograd: a backward pass a spatial coordinate.
 
+    Those of a function that autograd sees no x in, as of a constant, are 0.
+
     keep_graph: whether the results are to be differentiated further; they are detached where not.
     """
     with torch.enable_grad():
         x = x if x.requires_grad else x.detach().requires_grad_()
         value = function(x)
+        if not value.requires_grad:
+            return Jet(value, torch.zeros_like(x), torch.zeros_like(value))
         (gradient,) = torch.autograd.grad(value.sum(), x, create_graph=True, materialize_grads=True)
         laplacian = torch.zeros_like(value)
         if gradient.requires_grad:  # it does not where the function is linear
@@ -133,9 +137,18 @@ def autograd_jet(function: Callable[[Tensor], Tensor], x: Tensor, spatial: int, 
 
 
 def laplacian_native(network: Network, points: Points) -> Jet:
-    """Nested torch.autograd.grad."""
+    """Nested torch.autograd.grad. Raises ValueError for a network whose forward hides its points from autograd."""
     check_case("laplacian", network, points)
-    return autograd_jet(network, points.x, network.spatial, torch.is_grad_enabled())
+
+    def value(x: Tensor) -> Tensor:
+        u = network(x)
+        if not u.requires_grad:
+            raise ValueError(
+                "laplacian=native: the network's output has no gradient; its forward detaches or no_grad's it"
+            )
+        return u
+
+    return autograd_jet(value, points.x, network.spatial, torch.is_grad_enabled())
 
 
 def laplacian_forward(network: Network, points: Points) -> Jet:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from fusedops.operators.smooth_activations import ACTIVATIONS, WITHOUT_CURVATURE
 from models.pinn import problems
 
-ACTIVATIONS = ("tanh", "sin", "silu", "gelu")
-FLAT = ("relu", "leaky_relu", "relu6", "hardtanh", "hardsigmoid", "identity")
-"""Activations whose second derivative is zero almost everywhere, and with it every Laplacian of the network."""
 DTYPES = ("float32", "float64")
 BOUNDARIES = ("hard", "soft")
 SAMPLINGS = ("sobol", "uniform", "grid")
@@ -33,12 +31,12 @@ def check_choice(key: str, value: object, allowed: tuple[str, ...]) -> None:
 
 def check_activation(name: str) -> None:
     """Raise ValueError for an activation that is not offered, with the reason for those without a second derivative."""
-    if name in FLAT:
+    if name in WITHOUT_CURVATURE:
         raise ValueError(
             f"model.activation={name}: its second derivative is zero, so no Laplacian could be learnt; "
             f"allowed: {', '.join(ACTIVATIONS)}"
         )
-    check_choice("model.activation", name, ACTIVATIONS)
+    check_choice("model.activation", name, tuple(ACTIVATIONS))
 
 
 def check_at_least(key: str, value: float, low: float) -> None:

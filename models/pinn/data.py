@@ -71,8 +71,6 @@ def boundary(problem: Problem, points: int, seed: int, step: int, rank: int = 0)
 def _shares(problem: Problem, points: int) -> list[tuple[Face, int]]:
     """How many of the points each face gets."""
     faces = problem.faces
-    if not faces:
-        raise ValueError("problem.boundary=soft: the problem has no faces, so no point lies on its boundary")
     shares = [(face, points // len(faces) + (i < points % len(faces))) for i, face in enumerate(faces)]
     for face, count in shares:
         if count == 0:
@@ -83,20 +81,33 @@ def _shares(problem: Problem, points: int) -> list[tuple[Face, int]]:
     return shares
 
 
-def held_out(problem: Problem, per_axis: int) -> Tensor:
+def held_out(problem: Problem, per_axis: int, trained: Grid | None = None) -> Tensor:
     """A grid to take errors over, [N, D] float64: per_axis points along each axis, a third of them in time.
 
-    They are the middles of equal cells: with counts other than the training grid's, no training node is one of them.
+    They are the middles of equal cells. trained: a grid made by `grid`, none of whose nodes they may be: where they
+    would be, the first axis has one point more.
     """
     counts = [per_axis if axis < problem.spatial else max(3, per_axis // 3) for axis in range(problem.dimensions)]
+    # Middles (i + 1/2) / n and (j + 1/2) / m are equal for some i and j where 2 divides n and m equally often.
+    if trained is not None and _twos(counts[0]) == _twos(trained.shape[0]):
+        counts[0] += 1
     return _place(problem, _grid([(torch.arange(n, dtype=torch.float64) + 0.5) / n for n in counts]))
 
 
+def _twos(n: int) -> int:
+    """The largest power of 2 that divides n."""
+    return n & -n
+
+
 def plane(problem: Problem, per_axis: int) -> Tensor:
-    """A grid on the mid-plane of the first two coordinates, the others half way, [per_axis, per_axis, D] float64."""
+    """A grid on the mid-plane of the first two coordinates, the others half way, [per_axis, per_axis, D] float64.
+
+    Of a problem of one coordinate, a line: [per_axis, 1].
+    """
     line = torch.linspace(0, 1, per_axis, dtype=torch.float64)
-    others = [torch.tensor([0.5], dtype=torch.float64)] * (problem.dimensions - 2)
-    return _place(problem, _grid([line, line, *others])).reshape(per_axis, per_axis, problem.dimensions)
+    shown = min(2, problem.dimensions)
+    others = [torch.tensor([0.5], dtype=torch.float64)] * (problem.dimensions - shown)
+    return _place(problem, _grid([line] * shown + others)).reshape(*[per_axis] * shown, problem.dimensions)
 
 
 def _grid(axes: list[Tensor]) -> Tensor:

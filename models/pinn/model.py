@@ -7,16 +7,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedops.operators.smooth_activations import ACTIVATIONS
 from fusedops.slots.laplacian import Jet, Points, Transform, autograd_jet
-from models.pinn.config import ACTIVATIONS
 from models.pinn.problem import Problem
-
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = dict(
-    zip(ACTIVATIONS, (torch.tanh, torch.sin, F.silu, F.gelu), strict=True)
-)
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ class PINN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = x
         for layer in self.layers[:-1]:
-            h = FUNCTIONS[self.activation](layer(h))
+            h = ACTIVATIONS[self.activation](layer(h))
         output = self.layers[-1](h).squeeze(-1)
         return output if self.transform is None else self.transform(x, output)
 

@@ -59,7 +59,7 @@ class Problem(ABC):
 
     def offset(self, x: Tensor) -> Tensor:
         """A function with the solution's boundary values, [N]; by default zero, for homogeneous conditions."""
-        return 0 * x[:, 0]  # a function of x, which autograd can differentiate
+        return torch.zeros_like(x[:, 0])
 
     def factor(self, x: Tensor) -> Tensor:
         """A function that vanishes on the faces and nowhere else, [N]; by default a product of one term an axis.
@@ -73,7 +73,9 @@ class Problem(ABC):
         """The default `factor` with its derivatives."""
         terms, first, second = self._terms(x)
         columns = terms.unbind(1)
-        others = torch.stack([_product(columns[:i] + columns[i + 1 :]) for i in range(len(columns))], 1)
+        others = torch.ones_like(terms)
+        if len(columns) > 1:
+            others = torch.stack([_product(columns[:i] + columns[i + 1 :]) for i in range(len(columns))], 1)
         laplacian = (others * second)[:, : self.spatial].sum(1)
         return Jet(columns[0] * others[:, 0], first * others, laplacian)
 

@@ -65,6 +65,21 @@ def test_derivatives_are_those_of_autograd(activation: str) -> None:
         (expected,) = torch.autograd.grad(expected.sum(), z, create_graph=True)
 
 
+@activations
+def test_derivatives_far_out_are_their_limits(activation: str, device: torch.device) -> None:
+    """Where squares overflow, too: the Laplacian is finite wherever its limit is."""
+    if activation == "sin":
+        pytest.skip("it has no limit")
+    value = torch.tensor([1e4, -1e4, 1e20, -1e20, 3e38, -3e38], device=device)
+    ones = torch.ones_like(value)
+    out = forward_laplacian_activation(torch.stack([value, ones, ones]), None, activation, 1)
+    slope = torch.zeros_like(value) if activation == "tanh" else (value > 0).float()
+    expected = torch.tanh(value) if activation == "tanh" else value * slope
+    torch.testing.assert_close(out, torch.stack([expected, slope, slope]), rtol=1e-6, atol=0)
+    for derivative in derivatives(activation, value, 5):
+        assert derivative.isfinite().all()
+
+
 SIZES = {
     "three hidden layers": ((3, 33, 17, 25, 1), 3),
     "time": ((4, 21, 12, 1), 3),

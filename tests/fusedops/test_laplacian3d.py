@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -427,6 +428,10 @@ def test_more_elements_than_31_bits_count(shape: tuple[int, ...], transposed: bo
         ({"spacing": (1, 1)}, ValueError, r"spacing is \(1.0, 1.0\); .* one for each of X, Y, Z"),
         ({"spacing": torch.tensor(1.0)}, TypeError, "spacing is a tensor"),
         ({"spacing": (1, torch.tensor(1.0), 1)}, TypeError, "spacing is a tensor"),
+        ({"spacing": None}, TypeError, "spacing is None; allowed: a number, or one for each of X, Y, Z"),
+        ({"spacing": True}, TypeError, "spacing is True; allowed: a number"),
+        ({"spacing": "abc"}, TypeError, "spacing is 'abc'; allowed: a number"),
+        ({"spacing": 1e-20}, ValueError, "spacing is .*; allowed: .* above 5.4e-20 for arithmetic in float32"),
         ({"boundary": "robin"}, ValueError, "boundary is 'robin'; allowed: dirichlet, neumann, periodic, valid"),
         ({"order": 3}, ValueError, "order is 3; allowed: 2, 4"),
         ({"order": 4}, ValueError, "order 4 is not defined with boundary 'dirichlet'; allowed: .* periodic or valid"),
@@ -448,6 +453,12 @@ def test_bad_input_is_refused_by_name(change: dict[str, Any], error: type[Except
     if "u" not in change:
         with pytest.raises(error, match=message.replace("u has", "v has")):
             fusedops.laplacian3d_adjoint(arguments.pop("u"), **arguments)
+
+
+@pytest.mark.parametrize("spacing", [np.float32(0.5), np.array([0.5, 0.5, 0.5]), iter((0.5, 0.5, 0.5))], ids=repr)
+def test_numbers_of_numpy_and_iterators_are_spacings(spacing: Any) -> None:
+    u = torch.randn(5, 4, 6)
+    torch.testing.assert_close(fusedops.laplacian3d(u, spacing), fusedops.laplacian3d(u, 0.5), rtol=0, atol=0)
 
 
 def test_empty(device: torch.device) -> None:

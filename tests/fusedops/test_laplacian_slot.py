@@ -224,6 +224,18 @@ def test_a_network_the_slot_is_not_made_for_is_refused(name: str) -> None:
         call(name)(Perceptron(3, 0), points)
 
 
+def test_a_network_that_hides_its_points_is_refused_by_nested_autograd() -> None:
+    """Whose derivatives would be 0 without a word."""
+
+    class Hidden(Perceptron):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return super().forward(x)
+
+    with pytest.raises(ValueError, match="laplacian=native: the network's output has no gradient"):
+        call("native")(Hidden(3, 3), Points(torch.rand(5, 3, dtype=torch.float64)))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

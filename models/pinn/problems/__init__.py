@@ -10,6 +10,7 @@ import pkgutil
 import torch
 from torch import Tensor
 
+from fusedops.slots.laplacian import autograd_jet
 from models.pinn.problem import Problem
 
 CHECKED_POINTS = 64
@@ -25,8 +26,9 @@ def names() -> list[str]:
 def load(name: str) -> Problem:
     """The problem of a file of this folder, checked.
 
-    Raises ValueError naming the file where it cannot be imported, does not define one problem, has no box, or where its
-    exact solution solves the equation or meets the boundary conditions less than to rounding in float64.
+    Raises ValueError naming the file where it cannot be imported, does not define one problem, has no box or no faces,
+    or where its exact solution is zero everywhere, solves the equation or meets the boundary conditions less than to
+    rounding in float64.
     """
     try:
         module = importlib.import_module(f"{__name__}.{name}")
@@ -65,6 +67,8 @@ def _box_error(problem: Problem) -> str | None:
     for attribute in ("equation", "source"):
         if not isinstance(getattr(problem, attribute, None), str):
             return f"{attribute} is not given"
+    if not problem.faces:
+        return "faces is empty: the solution is given nowhere on the boundary"
     return None
 
 
@@ -76,18 +80,21 @@ def _random_points(problem: Problem) -> Tensor:
 
 
 def _solution_error(problem: Problem) -> str | None:
-    x = _random_points(problem).requires_grad_()
-    u = problem.exact(x)
-    if u.shape != (len(x),):
-        return f"exact of {len(x)} points has shape {list(u.shape)}, not [{len(x)}]"
-    (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-    second = [torch.autograd.grad(du[:, i].sum(), x, create_graph=True)[0][:, i] for i in range(problem.spatial)]
-    lap = torch.stack(second).sum(0)
+    x = _random_points(problem)
+    for name in ("exact", "offset", "factor"):
+        value = getattr(problem, name)(x.clone().requires_grad_())
+        if value.shape != (len(x),):
+            return f"{name} of {len(x)} points has shape {list(value.shape)}, not [{len(x)}]"
+        if not value.requires_grad and not torch.equal(value, value[:1].expand(len(x))):
+            return f"{name} has no gradient: its operations must be ones that PyTorch can differentiate"
+    u, du, lap = autograd_jet(problem.exact, x, problem.spatial, False)
+    if not u.any():
+        return "the exact solution is zero everywhere, so that no error is relative to it"
     residual = problem.residual(u, du, lap, x)
     if residual.shape != (len(x),):
         return f"residual of {len(x)} points has shape {list(residual.shape)}, not [{len(x)}]"
-    scale = max(float(value.detach().abs().max()) for value in (u, du, lap))
-    worst = float(residual.detach().abs().max())
+    scale = max(float(value.abs().max()) for value in (u, du, lap))
+    worst = float(residual.abs().max())
     if not worst <= TOLERANCE * scale:
         return f"the exact solution does not solve the equation: its residual is up to {worst:.3g}, and should be 0"
     return None

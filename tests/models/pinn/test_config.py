@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from fusedops.operators.smooth_activations import WITHOUT_CURVATURE
 from models.pinn import DATA, PRESETS, PROBLEMS, ModelConfig, ProblemConfig
-from models.pinn.config import FLAT
 
 
 def test_the_package_exports_what_the_engine_looks_up() -> None:
@@ -38,7 +38,7 @@ def test_other_values_are_refused(keys: dict[str, Any], message: str) -> None:
         ModelConfig(**keys)
 
 
-@pytest.mark.parametrize("activation", FLAT)
+@pytest.mark.parametrize("activation", WITHOUT_CURVATURE)
 def test_an_activation_without_a_second_derivative_is_refused_by_name(activation: str) -> None:
     with pytest.raises(ValueError, match=f"model.activation={activation}: its second derivative is zero"):
         ModelConfig(activation=activation)

@@ -69,6 +69,18 @@ def test_the_held_out_grid_is_dense_in_space_and_a_third_as_dense_in_time() -> N
     assert [len(points[:, axis].unique()) for axis in range(4)] == [10, 10, 10, 3]
 
 
+@pytest.mark.parametrize("per_axis", [3, 8, 9, 12])
+def test_no_node_of_the_training_grid_is_held_out(per_axis: int) -> None:
+    """Of 9^3 nodes, the middles of thirds of 27 points, all would be."""
+    for problem in (POISSON, HEAT):
+        grid = data.grid(problem, per_axis**problem.dimensions, 2)
+        nodes = grid.nodes(problem.spatial, torch.device("cpu"), torch.float64)
+        for points in (9, 12, 27):
+            held_out = data.held_out(problem, points, grid)
+            assert len(held_out) >= len(data.held_out(problem, points))
+            assert torch.cdist(nodes[:, :1].unique(dim=0), held_out[:, :1].unique(dim=0)).min() > 1e-3
+
+
 def test_the_plane_holds_the_other_coordinates_half_way() -> None:
     points = data.plane(HEAT, 5)
     assert points.shape == (5, 5, 4)

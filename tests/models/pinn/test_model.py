@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fusedops.operators.smooth_activations import ACTIVATIONS
 from fusedops.slots.laplacian import Points, Transform, autograd_jet, laplacian_native
 from models.pinn import data, problems
-from models.pinn.config import ACTIVATIONS
 from models.pinn.model import PINN, HardBoundary, PINNOps
 
 NAMES = ("allen_cahn", "heat", "helmholtz", "poisson", "screened_poisson")

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedops.slots.laplacian import autograd_jet
-from models.pinn import data, problems
+from fusedops.slots import SLOTS
+from fusedops.slots.laplacian import Points, autograd_jet
+from models.pinn import data, figures, problems
+from models.pinn.model import PINN, HardBoundary, PINNOps
 from models.pinn.problem import Problem
 
 NAMES = ("allen_cahn", "heat", "helmholtz", "poisson", "screened_poisson")
@@ -111,6 +113,42 @@ def test_a_face_may_be_left_out(folder: Path) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("solution", ["x[:, 0] + 2 * x[:, 1]", "torch.full_like(x[:, 0], 2.0)"])
+def test_a_solution_without_second_derivatives_is_one(folder: Path, solution: str) -> None:
+    """Harmonic: linear and constant ones, whose derivatives autograd has no graph of."""
+    text = ONE_FILE.replace("return torch.cos(pi * x[:, 0] / 2) * torch.sin(pi * x[:, 1])", f"return {solution}")
+    text = text.replace("return lap + pi**2 * 1.25 * self.exact(x)", "return lap")
+    name = f"harmonic_{len(solution)}"
+    (folder / f"{name}.py").write_text(
+        f"{text}\n    def offset(self, x: Tensor) -> Tensor:\n        return {solution}\n"
+    )
+    problem = problems.load(name)
+    x = random_points(problem)
+    a, _ = HardBoundary(problem).jets(x, 2)
+    torch.testing.assert_close(a.value, problem.exact(x))
+    assert not a.laplacian.any()
+
+
+def test_a_problem_may_have_one_coordinate(folder: Path) -> None:
+    """A rod: its factor's derivatives, and its picture, which is two curves."""
+    text = (
+        ONE_FILE.replace("spatial = 2", "spatial = 1").replace("(-1.0, 0.0)", "(-1.0,)").replace("(1.0, 1.0)", "(1.0,)")
+    )
+    text = text.replace(" * torch.sin(pi * x[:, 1])", "").replace("pi**2 * 1.25", "pi**2 / 4")
+    (folder / "rod.py").write_text(text)
+    problem = problems.load("rod")
+    x = random_points(problem)
+    for ours, expected in zip(problem.factor_jet(x), autograd_jet(problem.factor, x, 1, False), strict=True):
+        torch.testing.assert_close(ours, expected)
+    ops = PINNOps(SLOTS["laplacian"].implementation("fused").function)
+    model = PINN(problem, 4, 1, "tanh", True, ops)
+    with torch.no_grad():
+        jet = model.jet(Points(x.float()))
+    torch.testing.assert_close(jet.value, model(x.float()).detach())
+    both, difference = figures.solution(problem, model).axes
+    assert [len(axes.lines) for axes in (both, difference)] == [2, 1]
+
+
 @pytest.mark.parametrize(
     ("name", "old", "new", "message"),
     [
@@ -125,6 +163,10 @@ def test_a_face_may_be_left_out(folder: Path) -> None:
         ("shape", "return lap +", "return lap[:, None] +", "residual of 64 points has shape"),
         ("forcing", "1.25", "1.2", "the exact solution does not solve the equation: its residual is up to"),
         ("nan", "1.25", "float('nan')", "its residual is up to nan"),
+        ("detached", "return torch.cos(pi * x", "return torch.cos(pi * x.detach()", "does not solve the equation"),
+        ("numbers", "return torch.cos", "x = x.detach()\n        return torch.cos", "exact has no gradient"),
+        ("zero", "return torch.cos", "return 0 * torch.cos", "the exact solution is zero everywhere"),
+        ("no_face", "    spatial = 2\n", "    spatial = 2\n    faces = ()\n", "faces is empty"),
     ],
 )
 def test_an_error_in_a_file_is_reported_with_the_file(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from rich.console import Console
 
 from engine.config import TrainConfig
+from engine.errors import RunError
 from engine.loop import Training, train_arm
 from engine.progress import TrainingProgress
 from engine.signals import StopSignal
@@ -107,10 +109,26 @@ def test_what_cannot_be_solved_is_refused_before_training(overrides: list[str], 
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_with_its_step(tmp_path: Path) -> None:
-    done = train("train.steps=30", "train.learning_rate=1e30", "train.log_every=1", f"hydra.run.dir={tmp_path}")
-    assert done.returncode == 1
-    assert "the run stopped: step " in done.stderr and ("nan" in done.stderr or "inf" in done.stderr)
+@pytest.mark.parametrize("term", ["residual", "boundary"])
+@pytest.mark.parametrize("step", [7, 13], ids=["adam", "lbfgs"])
+def test_a_loss_that_is_not_finite_stops_training_with_its_step_and_term(
+    monkeypatch: pytest.MonkeyPatch, term: str, step: int
+) -> None:
+    task = task_of({"lbfgs_float64": False}, {"boundary": "soft"})
+    name = {"residual": "residual", "boundary": "exact"}[term]
+    sound, calls = getattr(task.problem, name), itertools.count(1)
+
+    def broken(*args: torch.Tensor) -> torch.Tensor:
+        """Infinite from the loss of that step on, one call a step."""
+        value: torch.Tensor = sound(*args)
+        in_a_loss = args[-1].dtype == torch.float32
+        return value + float("inf") if in_a_loss and next(calls) >= step else value
+
+    monkeypatch.setattr(task.problem, name, broken)
+    with pytest.raises(RunError) as caught:
+        train_task(task, TrainConfig(log_every=5, grad_clip=0.0))
+    assert f"step {step}: the training loss is inf (residual " in str(caught.value)
+    assert f"{term} inf" in str(caught.value) and str(caught.value).count("inf") == 2
 
 
 def test_training_ends_where_the_target_is_reached() -> None:
