@@ -109,7 +109,7 @@ def pack(dense: Floats, ids: Integers, lengths: Integers, labels: Floats) -> dic
 
 
 def part_of(batch: Batch, features: int, samples: slice) -> dict[str, Tensor]:
-    """The batch of some consecutive samples of a batch with this many categorical features."""
+    """The batch of some consecutive samples, at least one, of a batch with this many categorical features."""
     lengths = batch["offsets"].diff().view(features, -1)
     bounds = batch["offsets"][:-1].view(features, -1)
     first, last, _ = samples.indices(lengths.shape[1])

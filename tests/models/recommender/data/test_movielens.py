@@ -126,9 +126,7 @@ def test_the_threshold_is_the_lowest_click(tmp_path: Path) -> None:
 
 def test_a_file_of_ratings_may_be_named_itself_and_must_be_where_there_are_several(tmp_path: Path) -> None:
     write(write(tmp_path, "ml-1m"), "recbole")
-    with pytest.raises(
-        ValueError, match=r"data\.path=.*: several files of ratings: ratings\.dat, six\.inter"
-    ):
+    with pytest.raises(ValueError, match=r"data\.path=.*: several files of ratings: ratings\.dat, six\.inter"):
         source_of(tmp_path)
     assert source_of(tmp_path / "six.inter").validation_samples == 2
 
@@ -214,9 +212,7 @@ def test_a_malformed_line_is_named_or_counted(kind, file, line, text, message, t
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"data\.path=.*nowhere: there is no such file or folder"):
         source_of(tmp_path / "nowhere")
-    with pytest.raises(
-        FileNotFoundError, match=r"no ratings there; known are u\.data, ratings\.dat, ratings\.csv"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"no ratings there; known are u\.data, ratings\.dat, ratings\.csv"):
         source_of(tmp_path)
     with pytest.raises(ValueError, match=r"data\.path: none is given"):
         MovieLensConfig()
