@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from engine.task import Batch, Phase, StreamState, Task
 from fusedops.slots.embedding import embedding_native, table_optimizers
 from models.recommender import data as clicks
 from models.recommender.config import ModelConfig
+from models.recommender.data import ClicksConfig, CriteoConfig, MovieLensConfig
 from models.recommender.metrics import Predictions
 from models.recommender.model import Recommender, RecommenderOps
+from models.recommender.traffic import bytes_touched, distinct_rows
 
 
 class RecommenderTask(Task):
@@ -42,7 +45,7 @@ class RecommenderTask(Task):
     def __init__(
         self,
         model: ModelConfig,
-        data: Any,
+        data: ClicksConfig | MovieLensConfig | CriteoConfig,
         *,
         steps: int,
         batch_size: int,
@@ -160,3 +163,54 @@ class RecommenderTask(Task):
         vectors = len(self.rows) + 1
         pairs = vectors * (vectors - 1) // 2 if self.slots and a["cross"] == "dot" else 0
         return self.batch_size * 6 * (weights + pairs * a["embedding_dim"])
+
+    def bytes_per_step(self) -> int | None:
+        """What `traffic.bytes_touched` counts of the first batch: the tables' part of a step."""
+        return self._bytes_touched if self.slots else None
+
+    @cached_property
+    def _bytes_touched(self) -> int:
+        a, batch = self.architecture, self._first
+        ids, offsets = batch["ids"], batch["offsets"]
+        features = len(self.rows)
+        distinct = distinct_rows(ids, offsets, self.rows, a["hash"])
+        width, vectors = a["embedding_dim"], features + 1
+        crossed = {"dot": width + vectors * (vectors - 1) // 2, "fm": width, "none": vectors * width}
+        samples = len(batch["labels"])
+        touched = bytes_touched(ids, offsets, distinct, width, samples * crossed[a["cross"]])
+        if a["network"] == "deepfm":  # the vectors side by side, and the linear term's
+            touched += bytes_touched(ids, offsets, distinct, 1, samples * features)
+            touched += 0 if a["cross"] == "none" else bytes_touched(ids, offsets, 0, width, samples * vectors * width)
+        return touched
+
+    @cached_property
+    def _first(self) -> Batch:
+        return self.batch(0)
+
+    def describe(self, model: nn.Module, accumulation: int = 1) -> dict[str, str]:
+        assert isinstance(model, Recommender)
+        a, first = self.architecture, self._first
+        tables = sum(p.numel() for p in (*model.tables, *model.linear_tables))
+        others = sum(p.numel() for p in model.parameters()) - tables
+        widths = f"hidden layers of {a['bottom'] or 'no'} units below and {a['top'] or 'no'} above"
+        seen = "no embeddings"
+        if self.slots:
+            seen = (
+                f"{tables:,} parameters in {len(self.rows)} tables of {min(self.rows):,} to {max(self.rows):,} rows x "
+                f"{a['embedding_dim']}, hash {a['hash']}, pooling {a['pooling']}, cross {a['cross']}"
+            )
+        result = {
+            "model": f"{a['network']}: {seen}; {others:,} parameters in perceptrons, {widths}",
+            "data": self.source.describe(),
+            "training": (
+                f"{self.steps:,} steps of {f'{accumulation} x ' if accumulation > 1 else ''}{self.batch_size:,} samples"
+            ),
+        }
+        if self.slots:
+            result["training"] += f"; {a['table_optimizer']} of the tables' rows, AdamW of the rest"
+            result["look-up"] = (
+                f"{len(first['ids']) / len(first['labels']):.1f} ids a sample; GB/s count the "
+                f"{self._bytes_touched / 1e6:.3g} MB that look-up, gradient and update of the first batch must touch, "
+                "optimizer state left out"
+            )
+        return result
