@@ -113,17 +113,13 @@ class Operator:
     interpreted_dtypes: tuple[torch.dtype, ...] = FLOATING
     exempt: Mapping[str, str] = field(default_factory=dict)
     op: Any = field(init=False)
+    mutated: tuple[int, ...] = field(init=False)
+    """The positions of the arguments that it writes to."""
 
     @property
     def name(self) -> str:
         """The name without the namespace."""
         return self.schema.split("(", 1)[0]
-
-    @property
-    def mutated(self) -> tuple[int, ...]:
-        """The positions of the arguments that it writes to."""
-        arguments = self.op._schema.arguments
-        return tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
     def __call__(self, *args: Any) -> Any:
         return self.op(*args)
@@ -169,6 +165,8 @@ def register(**fields: Any) -> Operator:
     _library.define(operator.schema)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     object.__setattr__(operator, "op", op)
+    written = (i for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+    object.__setattr__(operator, "mutated", tuple(written))
     complete = _completer(op)
 
     def shape_rule(*args: Any) -> Any:

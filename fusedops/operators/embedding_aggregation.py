@@ -30,6 +30,7 @@ from fusedops.operators.embedding_pooling import (
     pooled_cpu,
     pooled_stock,
     vectors_of,
+    widest_dtype,
 )
 from fusedops.operators.embedding_rows import Rows, embedding_rows_operator, random_bags
 from fusedops.registration import Cost, Kernel, Sample, looped_vmap, register
@@ -271,11 +272,7 @@ def _reference(
         looked_up = looked_up_stock(tables, located)
         pooled = pooled_stock(looked_up, located, weights, offsets, feature_tables, pooling, sum(_rows(tables)))
         vectors = vectors_of(pooled, dense)
-        floating = [*tables, *(t for t in (dense, weights) if t is not None)]
-        dtype = floating[0].dtype
-        for tensor in floating[1:]:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-        features = crossed(vectors, dense is not None, cross).to(dtype)
+        features = crossed(vectors, dense is not None, cross).to(widest_dtype(tables, dense, weights))
     return features, vectors.detach() if save_vectors else vectors.detach().new_empty(0)
 
 

@@ -20,6 +20,7 @@ from fusedops.operators.embedding_pooling import (
     pooled_stock,
     sum_segments,
     vectors_of,
+    widest_dtype,
 )
 from fusedops.operators.embedding_rows import embedding_rows_stock, random_bags
 from fusedops.operators.pointwise import computing
@@ -221,24 +222,25 @@ def _reference(
     needs_weights: bool,
 ) -> _Outputs:
     width = vector_width(grad, tables, vectors, len(feature_tables) + has_dense, has_dense, cross)
-    nothing = grad.new_empty(0)
+    dtype = widest_dtype(tables, grad, dense, weights, vectors)
+    nothing = grad.new_empty(0, dtype=dtype)
     with torch.autocast(ids.device.type, enabled=False):
         gradients = gradients_stock(
             grad, tables, ids, offsets, dense, weights, vectors, table_rows, feature_tables, pooling, padding_index,
             hash, cross, has_dense,
         )  # fmt: skip
     of_all_rows, grad_dense, grad_weights = gradients
-    touched = torch.zeros(count, width, dtype=grad.dtype, device=grad.device)
+    touched = torch.zeros(count, width, dtype=dtype, device=grad.device)
     if count:
         rows = embedding_rows_stock(ids, offsets, table_rows, feature_tables, padding_index, hash, "zero")
         total = int(rows.starts[-1])
         table = torch.searchsorted(rows.starts, torch.arange(total, device=ids.device), right=True) - 1
         keys = torch.tensor(first_keys(table_rows), device=ids.device)[table] + rows.rows[:total]
-        touched[:total] = of_all_rows[keys].to(grad.dtype)
+        touched[:total] = of_all_rows[keys].to(dtype)
     return (
         touched,
-        grad_dense.to(grad.dtype) if has_dense else nothing,
-        grad_weights.to(grad.dtype) if needs_weights and grad_weights is not None else nothing,
+        grad_dense.to(dtype) if has_dense and grad_dense is not None else nothing,
+        grad_weights.to(dtype) if needs_weights and grad_weights is not None else nothing,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,12 @@ POOLINGS = ("sum", "mean")
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums: float64 of float64, float32 of all others."""
     return dtype if dtype == torch.float64 else torch.float32
+
+
+def widest_dtype(tables: Sequence[Tensor], *others: Tensor | None) -> torch.dtype:
+    """What stock PyTorch promotes them to together; those that are None do not count."""
+    dtypes = [t.dtype for t in (*tables, *others) if t is not None]
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def check_tensors(operator: str, tables: Sequence[Tensor], ids: Tensor, weights: Tensor | None) -> None:

@@ -315,4 +315,5 @@ row_update_operator = register(
     cost=_cost,
     stock="the step of torch.optim.SGD, Adagrad or SparseAdam on a sparse gradient",
     vmap=_no_vmap,
+    exempt={"autocast": "it writes to its arguments, which casts would be copies of"},
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedops.registration import FLOATING, INTERPRETING, Operator, Sample
+from fusedops.registration import FLOATING, INTERPRETING, Operator, Sample, map_tensors, tensors_in
 
 Args = tuple[Any, ...]
 Function = Callable[..., tuple[Tensor, ...]]
@@ -72,13 +72,13 @@ class Subject:
             count = 2 if self.interpreted else 4
         chosen: dict[Any, Sample] = {}
         for sample in sorted(self.samples(self.require(dtype)), key=lambda sample: size(sample.args)):
-            tensors = [a for a in sample.args if isinstance(a, Tensor)]
+            tensors = list(tensors_in(sample.args))
             shares = any(n > 1 and s == 0 for t in tensors for n, s in zip(t.shape, t.stride(), strict=True))
             if any(a.is_floating_point() and a.numel() == 0 for a in tensors) or (dense and shares):
                 continue
             if max((a.numel() for a in tensors), default=0) <= 1:
                 continue
-            variant = tuple(type(a) if isinstance(a, Tensor) else a for a in sample.args)
+            variant = _hashable(map_tensors(type, sample.args))
             contiguous = all(a.is_contiguous() for a in tensors)
             chosen.setdefault(variant if contiguous else "not contiguous", sample)
         if not chosen:
@@ -87,9 +87,10 @@ class Subject:
 
     def again(self, sample: Sample, count: int) -> list[Args]:
         """The same sample `count` times, its floating tensors with other random values."""
-        draws = self._draws.setdefault(floating(sample.args)[0].dtype, [])
+        dtype = next((t.dtype for t in floating(sample.args)), torch.float32)
+        draws = self._draws.setdefault(dtype, [])
         while len(draws) < count:
-            draws.append(dict(self.samples(floating(sample.args)[0].dtype)))
+            draws.append(dict(self.samples(dtype)))
         return [with_floating(sample.args, floating(draw[sample.name])) for draw in draws[:count]]
 
     def further(self, sample: Sample) -> list[Args]:
@@ -102,8 +103,14 @@ class Subject:
             raise NotApplicable("the operator has no gradient")
 
     def call(self, *args: Any) -> tuple[Tensor, ...]:
-        """The operator's outputs, always a tuple."""
-        return _tuple(self.operator.op(*args))
+        """The operator's outputs, always a tuple; of one that writes to arguments, copies of these, written to."""
+        if not self.operator.mutated:
+            return _tuple(self.operator.op(*args))
+        copied = list(args)
+        for i in self.operator.mutated:
+            copied[i] = [_copy(t) for t in args[i]] if isinstance(args[i], list | tuple) else _copy(args[i])
+        self.operator.op(*copied)
+        return tuple(tensors_in([copied[i] for i in self.operator.mutated]))
 
     def reference(self, *args: Any) -> tuple[Tensor, ...]:
         """The reference's outputs, always a tuple."""
@@ -111,8 +118,10 @@ class Subject:
 
     def differentiable_outputs(self, args: Args) -> tuple[int, ...]:
         """Which outputs carry a gradient."""
+        if self.operator.mutated:
+            return ()
         with FakeTensorMode() as mode:
-            fake = tuple(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args)
+            fake = map_tensors(mode.from_tensor, args)
             outputs = self.call(*with_gradient(fake))
         return tuple(i for i, output in enumerate(outputs) if output.requires_grad)
 
@@ -141,6 +150,15 @@ class Subject:
         return [argument.name for argument in self.operator.op._schema.arguments]
 
 
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with the same strides."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _hashable(a: Any) -> Any:
+    return tuple(map(_hashable, a)) if isinstance(a, list | tuple) else a
+
+
 def _tuple(outputs: Any) -> tuple[Tensor, ...]:
     return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
@@ -152,25 +170,25 @@ def is_floating(a: Any) -> bool:
 
 def size(args: Args) -> int:
     """Elements of all tensors together."""
-    return sum(a.numel() for a in args if isinstance(a, Tensor))
+    return sum(t.numel() for t in tensors_in(args))
 
 
 def floating(args: Args) -> tuple[Tensor, ...]:
     """The floating tensors in `args`."""
-    return tuple(a for a in args if is_floating(a))
+    return tuple(t for t in tensors_in(args) if is_floating(t))
 
 
 def with_floating(args: Args, tensors: Sequence[Tensor]) -> Args:
     """`args` with its floating tensors replaced, in order."""
     replacements: Iterator[Tensor] = iter(tensors)
-    return tuple(next(replacements) if is_floating(a) else a for a in args)
+    return map_tensors(lambda t: next(replacements) if is_floating(t) else t, args)
 
 
 def cast(args: Sequence[Any], dtype: torch.dtype) -> Args:
     """`args` with its floating tensors in `dtype`."""
-    return tuple(a.to(dtype) if is_floating(a) else a for a in args)
+    return map_tensors(lambda t: t.to(dtype) if is_floating(t) else t, args)
 
 
 def with_gradient(args: Args) -> Args:
     """`args` with its floating tensors as leaves that want a gradient, strides kept."""
-    return tuple(a.detach().requires_grad_() if is_floating(a) else a for a in args)
+    return map_tensors(lambda t: t.detach().requires_grad_() if is_floating(t) else t, args)

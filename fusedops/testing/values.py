@@ -13,14 +13,13 @@ import torch.utils.deterministic
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedops.registration import FLOATING
+from fusedops.registration import FLOATING, map_tensors, tensors_in
 from fusedops.testing.accuracy import GRADIENT_FACTOR, VALUE_FACTOR, assert_accurate, assert_same
 from fusedops.testing.subject import (
     Args,
     NotApplicable,
     Subject,
     floating,
-    is_floating,
     with_floating,
     with_gradient,
 )
@@ -51,8 +50,7 @@ def shape_rule(subject: Subject) -> None:
         for sample in subject.samples(dtype):
             outputs = subject.call(*sample.args)
             with FakeTensorMode() as mode:
-                fake = tuple(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in sample.args)
-                predicted = subject.call(*fake)
+                predicted = subject.call(*map_tensors(mode.from_tensor, sample.args))
             for i, (output, rule) in enumerate(zip(outputs, predicted, strict=True)):
                 for what in ("shape", "dtype", "device", "stride()"):
                     a, b = (t.stride() if what == "stride()" else getattr(t, what) for t in (output, rule))
@@ -113,8 +111,8 @@ def inputs_unwritten(subject: Subject) -> None:
     """No argument is written to, neither by the operator nor by its gradient."""
     dtype = subject.dtypes[-1]
     for sample in subject.samples(dtype):
-        before = [a.clone() if isinstance(a, Tensor) else a for a in sample.args]
-        outputs = subject.call(*with_gradient(sample.args))
+        before = map_tensors(Tensor.clone, sample.args)
+        outputs = subject.call(*(sample.args if subject.operator.mutated else with_gradient(sample.args)))
         kept = [output for output in outputs if output.requires_grad]
         if kept and subject.operator.backward is not None:
             cotangents = [torch.randn_like(output) for output in kept]
@@ -122,8 +120,8 @@ def inputs_unwritten(subject: Subject) -> None:
             torch.autograd.backward(kept, cotangents)
             for a, b in zip(cotangents, saved, strict=True):
                 assert_same(f"{sample.name}: the incoming gradient was written to", a, b)
-        for name, a, b in zip(subject.argument_names(), sample.args, before, strict=True):
-            if isinstance(a, Tensor):
+        for name, given, kept_apart in zip(subject.argument_names(), sample.args, before, strict=True):
+            for a, b in zip(tensors_in([given]), tensors_in([kept_apart]), strict=True):
                 assert_same(f"{sample.name}: {name} was written to", a, b)
 
 
@@ -157,9 +155,11 @@ def _assert_autocast(subject: Subject, what: str, args: Args, low: torch.dtype) 
     assert_accurate(what, ours, subject.reference, args, dtype=low, factor=_factor(subject))
     if subject.operator.backward is not None and differentiable:
         torch.autograd.backward([ours[i] for i in differentiable], [torch.ones_like(ours[i]) for i in differentiable])
-        for name, a in zip(subject.argument_names(), ours_args, strict=True):
-            if is_floating(a) and a.grad is not None:
-                assert a.grad.dtype == a.dtype, f"{what}: the gradient of {name} is {a.grad.dtype}, {name} {a.dtype}"
+        for name, given in zip(subject.argument_names(), ours_args, strict=True):
+            for a in floating([given]):
+                if a.grad is not None:
+                    what_of = f"{what}: the gradient of {name} is {a.grad.dtype}, {name} {a.dtype}"
+                    assert a.grad.dtype == a.dtype, what_of
 
 
 def wrong_dtypes(subject: Subject) -> None:
