@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,8 +19,10 @@ _TABLES: dict[str, Any] = {
     "table_optimizer": "sparse_adam",
     "table_learning_rate": 0.02,
 }
-_DLRM: dict[str, Any] = {"network": "dlrm", "cross": "dot"} | _TABLES
-_DEEPFM: dict[str, Any] = {"network": "deepfm", "cross": "fm", "bottom": []} | _TABLES
+# Products of small rows pass on small gradients, and pairs of ids are learnt late; but a factorization machine adds its
+# products up, and would begin far from the base rate with rows as large as DLRM's.
+_DLRM: dict[str, Any] = {"network": "dlrm", "cross": "dot", "table_scale": 2.0} | _TABLES
+_DEEPFM: dict[str, Any] = {"network": "deepfm", "cross": "fm", "table_scale": 0.5, "bottom": []} | _TABLES
 PRESETS: dict[str, dict[str, Any]] = {
     # A minute a training on two CPU cores.
     "tiny": _DLRM | {"embedding_dim": 16, "max_rows": 100_000, "bottom": [64], "top": [64, 32]},
@@ -64,6 +67,8 @@ class ModelConfig:
     """Widths of the hidden layers from the dense features to a vector of embedding_dim."""
     top: list[int] | None = None
     """Widths of the hidden layers from all features to the logit."""
+    table_scale: float | None = None
+    """Tables start uniform within +- this / sqrt(embedding_dim), so that products of rows are alike for any width."""
     table_optimizer: str | None = None
     """The tables' rule, of the rows touched: sgd, adagrad, rowwise_adagrad, sparse_adam. Everything else has AdamW."""
     table_learning_rate: float | None = None
@@ -85,16 +90,18 @@ class ModelConfig:
         for key in ("bottom", "top"):
             if any(width < 1 for width in values[key]):
                 raise ValueError(f"model.{key}={values[key]}: every width must be at least 1")
-        if not values["table_learning_rate"] >= 0:
-            raise ValueError(f"model.table_learning_rate={values['table_learning_rate']}: must be at least 0")
+        for key in ("table_learning_rate", "table_scale"):
+            if not 0 <= values[key] < math.inf:
+                raise ValueError(f"model.{key}={values[key]}: must be at least 0 and finite")
 
     def architecture(self) -> dict[str, Any]:
         """Every key with its value: the override where there is one, otherwise the preset's.
 
-        A network other than the preset's has its own cross unless one is asked for.
+        A network other than the preset's has its own cross and scale of the tables unless they are asked for.
         """
         overrides = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("name", "preset")}
         values = PRESETS[self.preset] | {key: value for key, value in overrides.items() if value is not None}
-        if self.network is not None and self.network != PRESETS[self.preset]["network"] and self.cross is None:
-            values["cross"] = CROSSES[self.network][0]
+        if values["network"] != PRESETS[self.preset]["network"]:
+            own = _DLRM if values["network"] == "dlrm" else _DEEPFM
+            values |= {key: own[key] for key in ("cross", "table_scale") if getattr(self, key) is None}
         return values

@@ -22,11 +22,6 @@ class RecommenderOps:
     embedding: Embedding
 
 
-TABLE_SCALE = {"dlrm": 2.0, "deepfm": 0.5}
-"""Of the tables' first values. Products of small rows pass on small gradients, and pairs of ids are learnt late; but a
-factorization machine adds its products up, and would begin far from the base rate with rows as large as DLRM's."""
-
-
 class Recommender(nn.Module):
     """The logit of a click, [B], of dense features [B, n_dense] and bags of categorical ids.
 
@@ -66,7 +61,7 @@ class Recommender(nn.Module):
         self.tables = nn.ParameterList()
         self.linear_tables = nn.ParameterList()
         if ops is not None:
-            self.tables.extend(table(count, width, TABLE_SCALE[self.network]) for count in rows)
+            self.tables.extend(table(count, width, a["table_scale"]) for count in rows)
             if self.network == "deepfm":
                 self.linear_tables.extend(nn.Parameter(torch.zeros(count, 1)) for count in rows)
         chosen = tuple(range(len(rows)) if feature_tables is None else feature_tables)
@@ -93,7 +88,7 @@ class Recommender(nn.Module):
 
 
 def table(rows: int, width: int, scale: float) -> nn.Parameter:
-    """Uniform within +-scale / sqrt(width), so that products of two rows are as large for any width."""
+    """Uniform within +-scale / sqrt(width)."""
     bound = scale * width**-0.5
     return nn.Parameter(torch.empty(rows, width).uniform_(-bound, bound))
 

