@@ -190,10 +190,75 @@ def test_looped_vmap_over_no_example() -> None:
     assert mapped.shape == (0, 2, 4)
 
 
-def test_tensor_lists_are_refused() -> None:
-    """With a hand-written Autograd kernel their gradients vanish in silence."""
-    with pytest.raises(ValueError, match="xs is a list of tensors"):
-        register_once("listed(Tensor[] xs) -> Tensor")
+def listed() -> Operator:
+    """y = x sum_k (k + 1) xs[k], of which `ctx.needs` and gradients are nested as the arguments are."""
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        xs, x = inputs
+        ctx.save_for_backward(*xs, x)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        *xs, x = ctx.saved_tensors
+        needs_list, needs_x = ctx.needs
+        assert len(needs_list) == len(xs)
+        total = sum((k + 1) * t for k, t in enumerate(xs))
+        of_list = [(k + 1) * grad * x if needed else None for k, needed in enumerate(needs_list)]
+        return of_list if any(needs_list) else None, grad * total if needs_x else None
+
+    def jvp(ctx: Any, list_t: list[Tensor | None], x_t: Tensor | None) -> Tensor:
+        *xs, x = ctx.saved_tensors
+        total = sum((k + 1) * t for k, t in enumerate(xs))
+        tangent = torch.zeros_like(x) if x_t is None else x_t * total
+        return tangent + sum((k + 1) * x * t for k, t in enumerate(list_t) if t is not None)
+
+    def setup_both(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        setup(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[0], inputs[1])
+
+    def function(xs: list[Tensor], x: Tensor) -> Tensor:
+        return x * sum((k + 1) * t for k, t in enumerate(xs))
+
+    def samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+        three = [torch.randn(5, device=device, dtype=dtype) for _ in range(3)]
+        return [Sample("three", (three, torch.randn(5, device=device, dtype=dtype)))]
+
+    return register_once(
+        "listed(Tensor[] xs, Tensor x) -> Tensor",
+        check=lambda xs, x: pointwise.check_floating("listed", x=x, **{f"xs{i}": t for i, t in enumerate(xs)}),
+        shape=lambda xs, x: torch.empty_like(x),
+        cpu=lambda xs, x: torch.empty_like(x).copy_(function(xs, x)),
+        reference=function,
+        samples=samples,
+        cost=lambda xs, x: Cost(2 * len(xs) * x.numel(), (len(xs) + 2) * x.nbytes),
+        setup=setup_both,
+        backward=backward,
+        jvp=jvp,
+        vmap=looped_vmap,
+        autocast="promote",
+    )
+
+
+@pytest.mark.skipif(registration.INTERPRETING, reason="operators registered here have no kernel")
+def test_lists_of_tensors() -> None:
+    """With a hand-written Autograd kernel that gets a list, gradients of its members vanish in silence."""
+    checks = ["values", "gradients", "third_order", "forward_mode", "func_grad", "vmap", "opcheck", "compile_static",
+              "compile_transforms", "autocast"]  # fmt: skip
+    check_operator(listed(), checks=checks)
+
+
+@pytest.mark.skipif(registration.INTERPRETING, reason="operators registered here have no kernel")
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
+def test_every_member_of_a_list_gets_its_gradient(wanted: tuple[int, ...]) -> None:
+    """Those that want one and no others, whether or not another argument (the last one here) wants one too."""
+    tensors = [random(5).requires_grad_(i in wanted) for i in range(3)]
+    listed()(tensors[:2], tensors[2]).sum().backward()
+    a, b, x = (t.detach() for t in tensors)
+    expected = (x, 2 * x, a + 2 * b)
+    for i, tensor in enumerate(tensors):
+        if i in wanted:
+            torch.testing.assert_close(tensor.grad, expected[i])
+        else:
+            assert tensor.grad is None
 
 
 def test_operator_without_a_gradient_raises() -> None:
@@ -215,7 +280,9 @@ def test_private_names_are_there() -> None:
     """This PyTorch has every private name that fusedops.registration uses; they are used nowhere else."""
     assert registration.MISSING_PRIVATE_NAME is None
     names = (
+        "_after_ADInplaceOrView_keyset",
         "_after_autograd_keyset",
+        "_AutoDispatchBelowADInplaceOrView",
         "_are_functorch_transforms_active",
         "_AutoDispatchBelowAutograd",
         "enable_single_level_autograd_function",
