@@ -12,6 +12,7 @@ gradient and update, and GB/s of the bytes that it must touch (models/recommende
 a training step of each arm.
 
     --auc           also train native and fused on the synthetic click log and compare their AUC over a million samples
+                    (on a CPU 131,072), and native without embeddings and without the cross
     --quick         small tables and batches, for a CPU
     --rounds N      rounds of the timing passes (default 25)
 
@@ -42,7 +43,7 @@ from engine import timing  # noqa: E402
 from engine.comparison import choose_device, device_name  # noqa: E402
 from engine.config import TrainConfig  # noqa: E402
 from engine.files import write_atomically  # noqa: E402
-from engine.loop import evaluate, matmul_precision  # noqa: E402
+from engine.loop import matmul_precision  # noqa: E402
 from engine.signals import StopSignal  # noqa: E402
 from engine.step import Stepper, to_device  # noqa: E402
 from fusedops import optim  # noqa: E402
@@ -322,38 +323,64 @@ def print_workload(name: str, found: dict[str, Any]) -> None:
         )
 
 
-def compare_auc(device: torch.device, quick: bool, stop: StopSignal) -> dict[str, Any]:
-    """Train native and fused from the same weights on the same clicks; AUC of both over the whole validation set."""
-    steps, batch, samples, max_ids = (30, 512, 20_000, 1_000) if quick else (400, 16_384, 2**20, 200_000)
-    task = Task(
-        ModelConfig(preset="tiny" if quick else "criteo"),
-        ClicksConfig(max_ids=max_ids, validation_samples=samples),
+# ---------------------------------------------------------------------------------------------------------------------
+# What is learnt
+
+
+def clicks_task(device: torch.device, quick: bool, **model: Any) -> Task:
+    """Synthetic clicks, a million samples to validate: tables of 200,000 rows on a GPU, train.py's default on a CPU."""
+    on_gpu = device.type == "cuda" and not quick
+    steps, batch, samples = (400, 16_384, 2**20) if on_gpu else (250, 1_024, 2**17)
+    steps, batch, samples = (10, 256, 5_000) if quick else (steps, batch, samples)
+    return Task(
+        ModelConfig(preset="criteo" if on_gpu else "tiny", **model),
+        ClicksConfig(validation_samples=samples, **({"max_ids": 200_000} if on_gpu else {})),
         steps=steps,
         batch_size=batch,
         eval_batch_size=16_384,
         learning_rate=2e-3,
         weight_decay=0.0,
-        warmup_steps=steps // 10,
+        warmup_steps=steps // 20,
         min_lr_ratio=0.05,
         seed=0,
     )
-    train, found = TrainConfig(grad_clip=0.0), {}
-    for name in ("native", "fused"):
+
+
+def trained(tasks: dict[str, tuple[Task, str]], device: torch.device, stop: StopSignal) -> dict[str, dict[str, float]]:
+    """Metrics after training each task with an implementation of the slot, all on the first one's batches."""
+    train, steppers = TrainConfig(grad_clip=0.0), {}
+    for name, (task, implementation) in tasks.items():
         torch.manual_seed(0)
-        model = task.build({"embedding": SLOTS["embedding"].implementation(name).function}).to(device)
-        stepper = Stepper(task, model, task.phases()[0], train, device)
-        for step in range(steps):
-            stop.check()
-            stepper(to_device(task.batch(step), device))
-        found[name] = evaluate(task, model, train, device, stop)
-        del model, stepper
-        release(device)
+        functions = {slot: SLOTS[slot].implementation(implementation).function for slot in task.slots}
+        steppers[name] = Stepper(task, task.build(functions).to(device), task.phases()[0], train, device)
+    source, _ = next(iter(tasks.values()))
+    for step in range(source.steps):
+        stop.check()
+        batch = to_device(source.batch(step), device)
+        for stepper in steppers.values():
+            stepper(batch)
+    held_out, found = [to_device(batch, device) for batch in source.validation()], {}
+    with torch.no_grad():
+        for name, stepper in steppers.items():
+            found[name] = tasks[name][0].evaluate(stepper.model.eval(), held_out)
+    return found
+
+
+def compare_auc(device: torch.device, quick: bool, stop: StopSignal) -> dict[str, Any]:
+    """AUC of native and fused, from the same weights on the same batches; and of native without some of its parts."""
+    task = clicks_task(device, quick)
+    tasks = {name: (task, name) for name in ("native", "fused")}
+    without = {"cross": {"cross": "none"}, "embeddings": {"embeddings": False}}
+    for part, keys in without.items():
+        tasks[f"native without {part}"] = (clicks_task(device, quick, **keys), "native")
+    found = trained(tasks, device, stop)
+    aucs = {name: metrics["auc"] for name, metrics in found.items()}
     return {
-        **found,
-        "samples": samples,
-        "steps": steps,
-        "difference": found["fused"]["auc"] - found["native"]["auc"],
+        "task": task.describe(task.build({"embedding": embedding_native})),
+        "metrics": found,
         "references": task.references(),
+        "difference": aucs["fused"] - aucs["native"],
+        "shortfall_without": {part: aucs["native"] - aucs[f"native without {part}"] for part in without},
     }
 
 
