@@ -128,7 +128,8 @@ _DIGITS[np.frombuffer(b"ABCDEF", dtype=np.uint8)] = np.arange(10, 16)
 
 def _hashes(texts: Sequence[bytes]) -> Cells:
     """The 64-bit integers of hexadecimal texts, MISSING where they are empty."""
-    cut = np.array([text[: HEX_DIGITS + 1] for text in texts], dtype=np.bytes_)
+    longest = max(map(len, texts))
+    cut = np.array(texts if longest <= HEX_DIGITS else [text[: HEX_DIGITS + 1] for text in texts], dtype=np.bytes_)
     digits = _DIGITS[cut.view(np.uint8).reshape(len(texts), -1)]
     length = np.char.str_len(cut)
     values = np.zeros(len(texts), dtype=np.uint64)
@@ -139,8 +140,9 @@ def _hashes(texts: Sequence[bytes]) -> Cells:
         values = np.where(inside, (values << np.uint64(4)) | (digits[:, position] & 15), values)
     ids = values.view(np.int64)
     ids[length == 0] = MISSING
-    # A NUL byte at its end is no part of a numpy text, and is malformed.
-    wrong = {i: texts[i] for i in np.flatnonzero(bad).tolist()} | {i: t for i, t in enumerate(texts) if b"\0" in t}
+    wrong = {i: texts[i] for i in np.flatnonzero(bad).tolist()}
+    # numpy drops NUL bytes at the end of a text.
+    wrong |= {i: text for i, text in enumerate(texts) if text[-1:] == b"\0"}
     return Cells(ids, wrong)
 
 
