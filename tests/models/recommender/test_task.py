@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.config import TrainConfig
 from engine.errors import ConfigError
-from engine.loop import evaluate
+from engine.loop import evaluate, train_arm
+from engine.progress import TrainingProgress
 from engine.signals import StopSignal
 from engine.step import Stepper
 from fusedops import optim
@@ -170,3 +173,22 @@ def test_it_says_what_it_is() -> None:
     assert "26 tables of 1,000 to 1,000 rows x 16" in told["model"] and "cross dot" in told["model"]
     assert told["training"].startswith("40 steps of 2 x 64 samples; sparse_adam")
     assert "look-up" not in task_of({"embeddings": False}).describe(build(task_of({"embeddings": False})))
+
+
+@pytest.mark.parametrize("name", ["native", "fused"])
+@pytest.mark.parametrize("rule", ["adagrad", "sparse_adam"])
+def test_a_resumed_training_is_bit_equal(name: str, rule: str) -> None:
+    task, settings = task_of({"table_optimizer": rule}, steps=8), TrainConfig(checkpoint_every=3)
+    states: dict[int, Any] = {}
+
+    def trained(save: Any, resumed: Any) -> tuple[list[float], nn.Module]:
+        model = build(task, name)
+        progress = TrainingProgress(Console(quiet=True), name, 8, "samples")
+        result = train_arm(task, model, settings, CPU, lambda step, values: None, progress, StopSignal(), save, resumed)
+        return result.losses, model
+
+    losses, whole = trained(lambda step, state: states.setdefault(step, copy.deepcopy(state)), None)
+    again, resumed = trained(None, states[3])
+    assert again == losses
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
