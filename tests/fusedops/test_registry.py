@@ -46,8 +46,12 @@ def test_samples(operator: Operator) -> None:
     first, second = (list(operator.samples(device, torch.float32)) for _ in range(2))
     assert [s.name for s in first] == [s.name for s in second]
     assert len({s.name for s in first}) == len(first)
-    drawn = zip((t for s in first for t in tensors_in(s.args)), (t for s in second for t in tensors_in(s.args)), strict=True)
-    pairs = [(a, b) for a, b in drawn if a.is_floating_point() or operator.name == "embedding_rows"]  # of integers alone
+    drawn = zip(
+        (t for s in first for t in tensors_in(s.args)), (t for s in second for t in tensors_in(s.args)), strict=True
+    )
+    pairs = [
+        (a, b) for a, b in drawn if a.is_floating_point() or operator.name == "embedding_rows"
+    ]  # of integers alone
     assert all(a.shape == b.shape and a.stride() == b.stride() for a, b in pairs)
     assert any(not torch.equal(a, b) for a, b in pairs)
     assert any(a.numel() == 0 for a, _ in pairs)
