@@ -102,8 +102,15 @@ def compare(composed: DictConfig) -> None:
         settings.resolved[group] |= decided
     arms, baseline = arms_of(values.ops, values.baseline, task.slots, values.compile)
     check_kind_of_run(values, arms, baseline)
+    if values.equivalence and not task.loss_in_nats:
+        raise ConfigError(
+            f"equivalence={values.equivalence} with model={task.name}: its margin is of losses in nats, which this "
+            "one's is not; allowed: equivalence=0, whose comparison has the arms' metrics"
+        )
     directory, console = Path(HydraConfig.get().runtime.output_dir), make_console()
     resolved = settings.resolved | {resume.KEY: None}
+    if values.equivalence:
+        equivalence.check(directory, settings.resolved, device)
     if values.resume is not None:
         resume.check(directory, resolved)
     else:

@@ -53,6 +53,8 @@ class Task(ABC):
     """The slots of the model as configured, in the order tables show them."""
     on_cpu: str = "Expect no gain in speed or memory from them here; that is what the GPU kernels are for."
     """What to expect of the operators' CPU implementations, told beside their figures."""
+    loss_in_nats: bool = True
+    """Whether the loss is a cross-entropy, as `equivalence` takes it to be."""
     targets: Mapping[str, tuple[float, ...]] = {}
     """Values of metrics, the lower the better, of which reports say when they were first reached."""
 

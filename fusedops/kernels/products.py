@@ -1,7 +1,9 @@
 """Triton kernels of float32 products on the tensor cores, each as three of TF32 (Ootomo and Yokota 2022).
 
 A float32 number is the sum of two TF32 numbers up to 2^-22 of it; of the four products the one of both small parts is
-left out. Sums are in float32.
+left out. Sums are in float32. NaN and infinity propagate as in a float32 product: Triton drops the NaN of small parts.
+A number below 1e-34 has a subnormal small part, and so fewer digits, down to TF32's 11. One within 2^-12 of the largest
+float32 rounds to infinity.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fusedops.operators import pointwise
 from fusedops.operators.smooth_activations import ACTIVATIONS, check_activation, derivatives
-from fusedops.registration import FLOATING, Cost, Kernel, Operator, Sample, looped_vmap, register
+from fusedops.registration import Cost, Kernel, Operator, Sample, looped_vmap, register
 
 
 def forward_laplacian_activation(z: Tensor, bias: Tensor | None, activation: str, spatial: int) -> Tensor:
@@ -122,9 +122,7 @@ def check_like(operator: str, name: str, tensor: Tensor | None, shape: tuple[int
 
 def check_channels(operator: str, z: Tensor, bias: Tensor | None, activation: str, spatial: int) -> None:
     """Raise TypeError or ValueError unless z are channels (D + 2, ..., W) and the rest goes with it."""
-    if z.dtype not in FLOATING:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
-        raise TypeError(f"{operator}: z is {z.dtype}; allowed: {allowed}")
+    pointwise.check_floating(operator, z=z)
     if z.dim() < 2 or z.shape[0] < 3:
         raise ValueError(
             f"{operator}: z has shape {tuple(z.shape)}; it must be (D + 2, ..., W), D at least 1: value, "
@@ -188,8 +186,15 @@ def computed(function: Callable[..., Any], *args: Any) -> Any:
     return function(*(pointwise.computing(a) if isinstance(a, Tensor) else a for a in args))
 
 
-def _with_bias(tangent: Tensor | None, bias: Tensor | None, like: Tensor) -> Tensor:
-    """The tangent of z and bias together, as one of z."""
+def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Save all tensors; the last two inputs are the activation and the number of spatial coordinates."""
+    *tensors, ctx.activation, ctx.spatial = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+
+
+def with_bias(tangent: Tensor | None, bias: Tensor | None, like: Tensor) -> Tensor:
+    """The tangents of z and bias together, as one of z, which is `like`."""
     tangent = torch.zeros_like(like) if tangent is None else tangent
     return tangent if bias is None else torch.cat([(tangent[0] + bias)[None], tangent[1:]])
 
@@ -208,12 +213,6 @@ def _backward_cpu(grad: Tensor, z: Tensor, bias: Tensor | None, activation: str,
     return computed(activation_backward_stock, grad, z, bias, activation, spatial).to(z.dtype)
 
 
-def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grad, z, bias, ctx.activation, ctx.spatial = inputs
-    ctx.save_for_backward(grad, z, bias)
-    ctx.save_for_forward(grad, z, bias)
-
-
 def _backward_of_backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
     grad, z, bias = ctx.saved_tensors
     through_grad = computed(activation_tangent, u, z, bias, ctx.activation, ctx.spatial).to(z.dtype)
@@ -223,7 +222,7 @@ def _backward_of_backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
 
 def _jvp_of_backward(ctx: Any, grad_t: Tensor | None, z_t: Tensor | None, bias_t: Tensor | None, *_: None) -> Tensor:
     grad, z, bias = ctx.saved_tensors
-    u = _with_bias(z_t, bias_t, z)
+    u = with_bias(z_t, bias_t, z)
     tangent = computed(activation_hessian, u, grad, z, bias, ctx.activation, ctx.spatial).to(z.dtype)
     if grad_t is None:
         return tangent
@@ -243,7 +242,7 @@ forward_laplacian_activation_backward_operator: Operator = register(
     samples=lambda device, dtype: _samples(device, dtype, 2),
     cost=lambda grad, z, bias, activation, spatial: _cost(3, z, 9),
     stock="the gradient of the forward Laplacian's formulas",
-    setup=_backward_setup,
+    setup=setup,
     backward=_backward_of_backward,
     jvp=_jvp_of_backward,
     vmap=_vmap,
@@ -259,12 +258,6 @@ def _cpu(z: Tensor, bias: Tensor | None, activation: str, spatial: int) -> Tenso
     return computed(activation_stock, z, bias, activation, spatial).to(z.dtype)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    z, bias, ctx.activation, ctx.spatial = inputs
-    ctx.save_for_backward(z, bias)
-    ctx.save_for_forward(z, bias)
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     z, bias = ctx.saved_tensors
     gz = forward_laplacian_activation_backward_operator(grad, z, bias, ctx.activation, ctx.spatial)
@@ -273,7 +266,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _jvp(ctx: Any, z_t: Tensor | None, bias_t: Tensor | None, *_: None) -> Tensor:
     z, bias = ctx.saved_tensors
-    u = _with_bias(z_t, bias_t, z)
+    u = with_bias(z_t, bias_t, z)
     return computed(activation_tangent, u, z, bias, ctx.activation, ctx.spatial).to(z.dtype)
 
 
@@ -287,7 +280,7 @@ forward_laplacian_activation_operator = register(
     samples=lambda device, dtype: _samples(device, dtype, 1),
     cost=lambda z, bias, activation, spatial: _cost(2, z, 4),
     stock="the forward Laplacian's formulas",
-    setup=_setup,
+    setup=setup,
     backward=_backward,
     jvp=_jvp,
     vmap=_vmap,

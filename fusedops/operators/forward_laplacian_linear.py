@@ -24,9 +24,12 @@ from fusedops.operators.forward_laplacian_activation import (
     computed,
     forward_laplacian_activation,
     forward_laplacian_activation_backward_operator,
+    setup,
+    with_bias,
 )
+from fusedops.operators.pointwise import check_floating
 from fusedops.operators.smooth_activations import ACTIVATIONS, check_activation
-from fusedops.registration import FLOATING, Cost, Kernel, Operator, Sample, looped_vmap, register
+from fusedops.registration import Cost, Kernel, Operator, Sample, looped_vmap, register
 
 MOST_COORDINATES = 16
 """Coordinates up to which forward_laplacian_input_linear is defined: their gradients' sums are kept in registers."""
@@ -153,12 +156,6 @@ def _cpu(z: Tensor, bias: Tensor | None, weight: Tensor, activation: str, spatia
     return computed(_reference, z, bias, weight, activation, spatial).to(z.dtype).contiguous()
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.activation, ctx.spatial = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.save_for_forward(*tensors)
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     z, bias, weight = ctx.saved_tensors
     if torch.is_grad_enabled():  # a derivative may follow, and takes operators that have one
@@ -175,10 +172,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _jvp(ctx: Any, z_t: Tensor | None, bias_t: Tensor | None, weight_t: Tensor | None, *_: None) -> Tensor:
     z, bias, weight = ctx.saved_tensors
     a = forward_laplacian_activation(z, bias, ctx.activation, ctx.spatial)
-    u = torch.zeros_like(z) if z_t is None else z_t
-    if bias_t is not None:
-        u = torch.cat([(u[0] + bias_t).unsqueeze(0), u[1:]])
-    a_t = computed(activation_tangent, u, z, bias, ctx.activation, ctx.spatial).to(z.dtype)
+    a_t = computed(activation_tangent, with_bias(z_t, bias_t, z), z, bias, ctx.activation, ctx.spatial).to(z.dtype)
     return a_t @ weight.t() if weight_t is None else a_t @ weight.t() + a @ weight_t.t()
 
 
@@ -192,7 +186,7 @@ forward_laplacian_linear_operator = register(
     samples=lambda device, dtype: _samples(device, dtype, False),
     cost=lambda z, bias, weight, activation, spatial: _cost(z, weight, 1, 1),
     stock="the forward Laplacian's formulas before a linear layer",
-    setup=_setup,
+    setup=setup,
     backward=_backward,
     jvp=_jvp,
     vmap=looped_vmap,
@@ -229,9 +223,7 @@ def _input_tangent(ctx: Any, x_t: Tensor | None, weight_t: Tensor | None, bias_t
 def _input_check_as(
     operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, next_weight: Tensor, activation: str, spatial: int
 ) -> None:
-    if x.dtype not in FLOATING:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
-        raise TypeError(f"{operator}: x is {x.dtype}; allowed: {allowed}")
+    check_floating(operator, x=x)
     if x.dim() != 2 or not 1 <= x.shape[1] <= MOST_COORDINATES:
         raise ValueError(
             f"{operator}: x has shape {tuple(x.shape)}; it must be (N, D) with D from 1 to {MOST_COORDINATES}"
@@ -381,7 +373,7 @@ forward_laplacian_input_linear_operator = register(
     samples=lambda device, dtype: _input_samples(device, dtype, False),
     cost=lambda x, weight, bias, next_weight, activation, spatial: _input_cost(x, next_weight, 1),
     stock="the forward Laplacian's formulas between two linear layers, the first one of the coordinates",
-    setup=_setup,
+    setup=setup,
     backward=_input_backward,
     jvp=_input_jvp,
     vmap=looped_vmap,

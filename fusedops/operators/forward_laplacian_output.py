@@ -20,6 +20,8 @@ from fusedops.operators.forward_laplacian_activation import (
     computed,
     forward_laplacian_activation,
     forward_laplacian_activation_backward_operator,
+    setup,
+    with_bias,
 )
 from fusedops.operators.smooth_activations import ACTIVATIONS
 from fusedops.registration import Cost, Kernel, Operator, Sample, looped_vmap, register
@@ -137,19 +139,10 @@ def _output_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return gz, None if bias is None else dbias, dweight, None, None
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.activation, ctx.spatial = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.save_for_forward(*tensors)
-
-
 def _output_jvp(ctx: Any, z_t: Tensor | None, bias_t: Tensor | None, weight_t: Tensor | None, *_: None) -> Tensor:
     z, bias, weight = ctx.saved_tensors
     a = forward_laplacian_activation(z, bias, ctx.activation, ctx.spatial)
-    u = torch.zeros_like(z) if z_t is None else z_t
-    if bias_t is not None:
-        u = torch.cat([(u[0] + bias_t).unsqueeze(0), u[1:]])
-    a_t = computed(activation_tangent, u, z, bias, ctx.activation, ctx.spatial).to(z.dtype)
+    a_t = computed(activation_tangent, with_bias(z_t, bias_t, z), z, bias, ctx.activation, ctx.spatial).to(z.dtype)
     return a_t @ weight if weight_t is None else a_t @ weight + a @ weight_t
 
 
@@ -163,7 +156,7 @@ forward_laplacian_output_operator = register(
     samples=lambda device, dtype: _output_samples(device, dtype, False),
     cost=lambda z, bias, weight, activation, spatial: _output_cost(1, z, 6),
     stock="the forward Laplacian's formulas before a linear layer of one output",
-    setup=_setup,
+    setup=setup,
     backward=_output_backward,
     jvp=_output_jvp,
     vmap=looped_vmap,

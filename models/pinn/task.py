@@ -48,6 +48,7 @@ class PINNTask(Task):
     name = "pinn"
     unit = "points"
     slots = ("laplacian",)
+    loss_in_nats = False
     on_cpu = (
         "What they gain over nested gradients is the forward Laplacian's, which takes fewer operations on any device; "
         "the kernels add to it on a GPU."

@@ -179,6 +179,18 @@ def test_products_have_the_error_of_float32() -> None:
             assert error(ours, exact) < 2 * error(stock, exact)
 
 
+@pytest.mark.gpu
+def test_products_propagate_what_is_not_finite() -> None:
+    """As float32 products do, though an infinity's small part is NaN."""
+    from fusedops.kernels import products
+
+    a, weight = torch.randn(300, 64, device="cuda"), torch.randn(40, 64, device="cuda")
+    a[3, 5], a[70, 1], a[71, 9], weight[7, 5], weight[8, 2] = torch.inf, torch.nan, -torch.inf, 0.0, torch.inf
+    ours, stock = products.product(a, weight), a @ weight.t()
+    assert torch.equal(ours.isnan(), stock.isnan()) and torch.equal(ours.isinf(), stock.isinf())
+    assert stock.isnan().any() and stock.isinf().any()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Higher orders and transforms
 

@@ -98,6 +98,7 @@ def test_a_run_leaves_errors_over_steps_and_time_and_pictures(tmp_path: Path) ->
         (["problem.boundary=soft", "problem.boundary_points=3"], "no point lies on the boundary y=1"),
         (["train.precision=bf16"], "train.precision=bf16"),
         (["compile=default"], "compile: laplacian=native nests gradients"),
+        (["equivalence=2"], "equivalence=2 with model=pinn: its margin is of losses in nats"),
         (["+data=stdlib"], "data=stdlib: model=pinn has no data, it has a problem"),
         (["problem=null"], "problem=null: there is no option of problem"),
     ],
