@@ -83,6 +83,8 @@ def check_kind_of_run(values: Any, arms: Sequence[Arm], baseline: str | None) ->
     asked = f"equivalence={values.equivalence}" if values.equivalence else "ablate=true"
     if values.equivalence and values.ablate:
         raise ConfigError(f"ablate=true with {asked}: a run does one of them")
+    if values.profile:
+        raise ConfigError(f"profile=true with {asked}: only a run that trains and times its arms is profiled")
     if baseline is None:
         raise ConfigError(f"{asked} with baseline=none: it compares with the stock operators; allowed: baseline=native")
     if len(arms) == 1:

@@ -47,8 +47,13 @@ class ModelPackage(Protocol):
         """
 
 
-def _number(default: float, low: float, high: float = math.inf) -> Any:
-    return field(default=default, metadata={"low": low, "high": high})
+LARGEST_INTEGER = 2**31 - 1
+"""What keys that are whole numbers may be at most: products of some still fit into 64 bits."""
+
+
+def _number(default: float, low: float, high: float | None = None) -> Any:
+    largest = LARGEST_INTEGER if isinstance(default, int) else math.inf
+    return field(default=default, metadata={"low": low, "high": largest if high is None else high})
 
 
 def _choice(default: str, *others: str) -> Any:
@@ -81,7 +86,7 @@ class TrainConfig:
     """The dtype of autocast: fp32 is none, fp16 scales the loss."""
     tf32: bool = False
     """Whether fp32 products on a GPU may round their inputs to TF32."""
-    seed: int = _number(0, 0, 2**31 - 1)
+    seed: int = _number(0, 0)
     """Of the weights, the batches and dropout, the same for every arm."""
     device: str = _choice("auto", "cpu", "cuda")
     """auto is the GPU where there is one."""
@@ -243,7 +248,9 @@ def resolve(config: DictConfig, models: Mapping[str, ModelPackage]) -> Settings:
 
 
 def check_groups(overrides: Iterable[str], configs: Path) -> None:
-    """Raise ConfigError for an override group=value whose value is no name (null, 3): Hydra's error names nothing.
+    """Raise ConfigError for an override that has no key, or group=value whose value is no name (null, 3).
+
+    Hydra's errors for these name nothing.
 
     configs: the folder of the groups, each a folder of options.
     """
@@ -251,8 +258,10 @@ def check_groups(overrides: Iterable[str], configs: Path) -> None:
     groups = {path.name for path in configs.iterdir() if path.is_dir()} | {"problem"}
     for override in overrides:
         group = override.partition("=")[0].lstrip("+")
+        if not group:
+            raise ConfigError(f"{override}: not of the form key=value")
         if group in groups and "=" in override:
-            value = OverridesParser.create().parse_override(override).value()
+            value = OverridesParser.create().parse_overrides([override])[0].value()
             if value is None or isinstance(value, int | float | dict):
                 files = (configs / group).glob("*.yaml")
                 options = sorted({path.stem for path in files} | {Path(n).stem for n in stored.get(group, {})})

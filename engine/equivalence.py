@@ -40,6 +40,8 @@ from fusedops.benchmark.environment import versions
 
 REDRAWN = 2**31
 """Added to a pair's seed, it is the dropout seed of stock': no pair has it, since train.seed is below."""
+OUTCOMES = "equivalence.jsonl"
+"""The file of a study's trainings, a line each."""
 NO_CONDITIONS = frozenset(
     ("ops", "baseline", "tracker", "equivalence", "equivalence_margin", "ablate", "profile", "resume")
 )
@@ -246,6 +248,11 @@ def read_outcomes(path: Path, wanted: str) -> list[Outcome]:
     return outcomes
 
 
+def check(directory: Path, resolved: Mapping[str, Any], device: torch.device) -> None:
+    """Raise ConfigError where the directory has trainings that a study of this configuration cannot continue."""
+    read_outcomes(directory / OUTCOMES, conditions(resolved, device))
+
+
 def check_conditions(path: Path, outcomes: Iterable[Outcome], wanted: str) -> None:
     """Raise ConfigError where the trainings of a file cannot be compared with those to come."""
     if any(outcome.conditions != wanted for outcome in outcomes):
@@ -368,7 +375,7 @@ def run(study: Study, seeds: Sequence[int], margin: float, directory: Path, trac
     study that was stopped goes on where it was. All pairs of the directory count. Returns what equivalence.json has.
     Raises ConfigError where the directory has trainings that cannot be compared with these.
     """
-    path = directory / "equivalence.jsonl"
+    path = directory / OUTCOMES
     outcomes = read_outcomes(path, study.conditions)
     tracker.start("equivalence")
     for seed in seeds:

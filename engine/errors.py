@@ -44,7 +44,7 @@ def unknown(asked: str, kind: str, name: str, existing: Iterable[str]) -> Config
     names = list(existing)
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return ConfigError(f"{asked}: there is no {kind} {name!r}{hint}\nthere are: {', '.join(names)}")
+    return ConfigError(f"{asked}: there is no {kind} {name!r}{hint}\nthere are: {', '.join(names) or 'none'}")
 
 
 def explain(error: BaseException, overrides: Iterable[str] = ()) -> str:

@@ -36,6 +36,7 @@ RESULTS = (
     "solution-*.png",
     "profile-*.txt",
     "trace-*.json.gz",
+    "attribution.*",
     "tracker.json",
 )
 """Files of a run, some as patterns."""

@@ -74,5 +74,5 @@ def _key(override: str) -> str:
 
 
 def _value(override: str) -> str | None:
-    value = OverridesParser.create().parse_override(override).value()
+    value = OverridesParser.create().parse_overrides([override])[0].value()
     return None if value is None else str(value)

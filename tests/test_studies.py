@@ -35,6 +35,20 @@ SMALL = [
     "train.batch_size=3",
 ]
 
+OUTCOME = {
+    "seed": 0,
+    "training": "native",
+    "metrics": {"loss": 1.0},
+    "final_loss": 1.0,
+    "steps": 4,
+    "skipped_steps": 0,
+    "units": 192,
+    "seconds": 1.0,
+    "commit": None,
+    "conditions": "others",
+}
+"""A line of equivalence.jsonl."""
+
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -55,6 +69,8 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
         (["equivalence_margin=-0.1"], ["equivalence_margin=-0.1", "at least 0"]),
         (["ablate=perhaps"], ["ablate=perhaps", "expected bool"]),
         (["equivalence=2", "ablate=true"], ["equivalence=2", "ablate=true"]),
+        (["equivalence=2", "profile=true"], ["profile=true", "equivalence=2"]),
+        (["ablate=true", "profile=true"], ["profile=true", "ablate=true"]),
         (["equivalence=2", "baseline=none"], ["equivalence=2", "baseline=none", "baseline=native"]),
         (["ablate=true", "ops=native"], ["ablate=true", "ops=native", "ops=fused"]),
         (["ablate=true", "compile=default", "compile.arms=both"], ["ablate=true", "compile.arms=both"]),
@@ -83,6 +99,16 @@ def test_equivalence_from_the_command_line_goes_on_in_the_same_directory(monkeyp
     assert "fused - mean of native, native'" in done.stdout.replace("\n", " ")
     files = {"equivalence.jsonl", "equivalence.md", "equivalence.png", "config.yaml"}
     assert files <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_study_that_cannot_go_on_leaves_the_directory_as_it_is(monkeypatch, capfd, tmp_path):
+    kept = {"equivalence.jsonl": json.dumps(OUTCOME) + "\n", "config.yaml": "of: that study\n", "summary.json": "{}\n"}
+    for name, text in kept.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, "tracker=none", f"hydra.run.dir={tmp_path}", "equivalence=1"])
+    assert train.main() == 2
+    assert "of another configuration" in capfd.readouterr().err
+    assert {name: (tmp_path / name).read_text() for name in kept} == kept
 
 
 def test_a_tracker_gets_the_final_figures_of_both(monkeypatch, tmp_path):

@@ -105,6 +105,11 @@ def run_main(monkeypatch, *overrides: str) -> int:
         (["compile.backend=cudagraphs"], ["compile.backend=cudagraphs", "inductor, aot_eager"]),
         (["profile=perhaps"], ["profile=perhaps", "expected bool"]),
         (["train.steps=${foo}"], ["foo", "train.steps"]),
+        (["=3"], ["=3", "key=value"]),
+        ([f"train.batch_size={10**26}"], ["train.batch_size=1000", "at least 1 and at most 2147483647"]),
+        ([f"model.d_model={10**15}"], ["model.d_model=1000", "at least 1 and at most 16777216"]),
+        (["resume={a: b"], ["resume={a: b", "key=value"]),
+        (["data.validation_fraction=1e-9"], ["data.validation_fraction=1e-09", "no validation text"]),
     ],
     ids=lambda value: " ".join(value) if "=" in value[0] else "",
 )

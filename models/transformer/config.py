@@ -11,6 +11,8 @@ MLPS = ("gelu", "gelu_tanh", "swiglu")
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rotary")
 FORMATS = ("text", "jsonl", "parquet")
+LARGEST = 2**24
+"""Of the numbers of an architecture: products of two, and the bytes they stand for, still fit into 64 bits."""
 
 _GPT: dict[str, Any] = {
     "mlp": "gelu",
@@ -74,8 +76,8 @@ def check_architecture(values: Mapping[str, Any], prefix: str = "") -> None:
     values has every architecture key of `ModelConfig`, none of them None; prefix is put before the keys in the message.
     """
     for key in ("n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "vocab_size", "context"):
-        if values[key] < 1:
-            raise ValueError(f"{prefix}{key}={values[key]}: must be at least 1")
+        if not 1 <= values[key] <= LARGEST:
+            raise ValueError(f"{prefix}{key}={values[key]}: must be at least 1 and at most {LARGEST}")
     n_head, n_kv_head, d_model = values["n_head"], values["n_kv_head"], values["d_model"]
     if d_model % n_head:
         raise ValueError(f"{prefix}d_model={d_model}: must be a multiple of n_head={n_head}")

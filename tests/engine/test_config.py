@@ -13,7 +13,16 @@ from fusedops.slots import SLOTS
 from models.transformer import PRESETS
 
 CONFIGS = train.CONFIGS
-OPTIONS = sorted(path.relative_to(CONFIGS) for path in CONFIGS.glob("*/*.yaml"))
+OPTIONS = sorted(path.relative_to(CONFIGS).with_suffix("") for path in CONFIGS.glob("*/*.yaml"))
+BESIDE = {
+    "data/files": ["data.path=text.txt"],
+    "data/hub": ["data.name=text"],
+    "data/clicks": ["model=recommender"],
+    "data/criteo": ["model=recommender", "data.path=clicks.csv"],
+    "data/movielens": ["model=recommender", "data.path=ratings"],
+    "experiment/recommender_movielens": ["data.path=ratings"],
+}
+"""What an option needs besides itself."""
 
 
 def composed(*overrides: str, **kwargs):
@@ -23,7 +32,7 @@ def composed(*overrides: str, **kwargs):
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
 def test_every_option_of_every_group_composes(option):
-    settings = resolve(composed(f"{option.parent}={option.stem}"), train.MODELS)
+    settings = resolve(composed(f"{option.parent}={option.stem}", *BESIDE.get(str(option), [])), train.MODELS)
     assert settings.values.train.steps > 0
 
 

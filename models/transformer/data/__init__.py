@@ -33,6 +33,7 @@ def load(config: StdlibConfig | FilesConfig | HubConfig, seed: int) -> Corpus | 
             shuffle_buffer=config.shuffle_buffer,
             seed=seed,
             origin=origin,
+            validation_origin=validation_origin,
         )
     encoded = _encoded(parts, tokenizer, origin)
     if validation_parts is None:

@@ -7,6 +7,7 @@ one goes on from there.
 from __future__ import annotations
 
 import contextlib
+import gc
 import glob
 import json
 import logging
@@ -114,7 +115,11 @@ class Rows:
             raise ValueError(self._explain() or f"{self._name}: cannot be read: {first_line(error)}") from error
         finally:
             if isinstance(rows, Generator):
-                rows.close()  # or threads of pyarrow that still read ahead would end the interpreter badly
+                # Threads of pyarrow that still read ahead would end the interpreter badly; they belong to objects of
+                # Arrow's, some of which are part of reference cycles.
+                rows.close()
+                del rows
+                gc.collect()
 
     def _text(self, row: dict[str, Any]) -> str:
         text = row.get(self._field)
@@ -163,6 +168,8 @@ def library() -> Any:
             "JSON Lines, Parquet and data sets of the Hub are read by the package datasets, which is not installed "
             f"({error}); data=stdlib and files of plain text need none"
         ) from error
+    # It would tell the Hub of each data set that is loaded, files on this machine too, and wait where there is none.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     return datasets
 
 
@@ -171,20 +178,20 @@ def library() -> Any:
 
 
 def find_files(paths: object, kind: str | None, key: str) -> list[tuple[Path, str]]:
-    """The files of `data.path`, each with its kind, in the order of their paths.
+    """The files of `data.path`, each with its kind, in the order of their paths; one of several names counts once.
 
     paths  a file, a folder (all files below it whose extension is known), a glob, or a list of these.
     kind   the kind of every file, whatever its extension; None goes by the extension.
     key    the configuration key, for messages.
     Raises FileNotFoundError where there is nothing, ValueError for an extension that is not known, naming it.
     """
-    found: dict[Path, str] = {}
+    found: dict[Path, tuple[Path, str]] = {}  # by what the path leads to, through links and loops of them
     for path in [paths] if isinstance(paths, str) else list(paths) if isinstance(paths, Iterable) else [paths]:
         if not isinstance(path, str) or not path:
             raise ValueError(f"{key}={path}: must be a path, or a list of paths")
-        for file in _expand(path, kind, key):
-            found[file] = kind or _kind_of(file, key)
-    return sorted(found.items())
+        for file in sorted(_expand(path, kind, key)):
+            found.setdefault(file.resolve(), (file, kind or _kind_of(file, key)))
+    return sorted(found.values())
 
 
 def _expand(path: str, kind: str | None, key: str) -> list[Path]:
@@ -233,6 +240,9 @@ def file_parts(files: Sequence[tuple[Path, str]], field: str) -> list[Part]:
 
 def _rows_of(file: Path, kind: str, field: str) -> Rows:
     datasets = library()
+    options: dict[str, Any] = {}
+    if kind == PARQUET:  # no other column is read, nor has to be one that `datasets` knows
+        options = {"columns": [field], "features": datasets.Features({field: datasets.Value("string")})}
 
     def load() -> Any:
         # What it would log is in the error that it raises.
@@ -240,18 +250,36 @@ def _rows_of(file: Path, kind: str, field: str) -> Rows:
         # A streamed file is read where it lies; the folder gets nothing but locks.
         with tempfile.TemporaryDirectory(prefix="fusedops-data-") as folder:
             try:
+                if kind == PARQUET:
+                    check_parquet(file, field)
                 return datasets.load_dataset(
                     "json" if kind == JSON_LINES else "parquet",
                     data_files=glob.escape(str(file.resolve())),
                     split="train",
                     streaming=True,
                     cache_dir=folder,
+                    **options,
                 )
             except (ValueError, OSError) as error:
                 raise ValueError(f"{file}: cannot be read: {first_line(error)}") from error
 
     explain = (lambda: malformed_line(file)) if kind == JSON_LINES else lambda: None
     return Rows(str(file), identity_of(file), field, load, explain)
+
+
+def check_parquet(file: Path, field: str) -> None:
+    """Raise ValueError unless a file of Parquet has rows, and text in this column of them."""
+    from pyarrow import parquet, types
+
+    schema = parquet.read_schema(file)
+    if field not in schema.names:
+        raise ValueError(f"there is no field {field!r} (data.field); there are {', '.join(schema.names)}")
+    kind = schema.field(field).type
+    text = kind.value_type if types.is_dictionary(kind) else kind
+    if str(text) not in ("string", "large_string", "string_view"):
+        raise ValueError(f"the field {field!r} (data.field) is of type {kind}; it must be text")
+    if not parquet.read_metadata(file).num_rows:
+        raise ValueError("the file has no rows")
 
 
 def identity_of(file: Path) -> str:

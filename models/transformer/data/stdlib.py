@@ -70,8 +70,8 @@ def split(root: Path, validation_fraction: float) -> Split:
     for part, files in (("training", result.train), ("validation", result.validation)):
         if not files:
             raise ValueError(
-                f"no {part} text: {root} has {len(texts)} Python files that are not empty, of which a share of "
-                f"{validation_fraction} in bytes is to be held out"
+                f"data.validation_fraction={validation_fraction}: no {part} text: {root} has {len(texts)} Python files "
+                "that are not empty, of which this share in bytes is to be held out"
             )
     return result
 

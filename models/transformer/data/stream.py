@@ -46,9 +46,9 @@ class Stream:
                       documents of the training text out, those whose digest is below `fraction` of all digests.
     shuffle_buffer    documents in a block; at most BLOCK_BYTES of text.
     seed              of the orders.
-    origin            what messages call the text.
+    origin            what messages call the text; validation_origin, that of validation.
 
-    Raises ValueError where there is no text to validate on.
+    Raises ValueError where there is no text to train or to validate on.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Stream:
         shuffle_buffer: int,
         seed: int,
         origin: str,
+        validation_origin: str,
     ) -> None:
         self.tokenizer = tokenizer
         self._parts, self._block_size, self._seed, self._origin = parts, shuffle_buffer, seed, origin
         self._held_below = 0 if validation_parts is not None else int(fraction * 2**64)
-        source = parts if validation_parts is None else validation_parts
         held_out, size = [], 0
-        with contextlib.closing(iter(Reader(source))) as documents:
+        with contextlib.closing(iter(Reader(parts if validation_parts is None else validation_parts))) as documents:
             for document in documents:
                 if document.text and (validation_parts is not None or self._is_held_out(document)):
                     held_out.append(document)
@@ -76,14 +76,15 @@ class Stream:
                 if size >= validation_bytes:
                     break
         if not held_out:
-            raise ValueError(
-                f"{origin}: no text to validate on: "
-                + (
-                    f"a share of {fraction} of its documents is none; allowed: a larger one, or such text of its own"
-                    if validation_parts is None
-                    else "no text"
+            reason = "there is none in it"
+            if validation_parts is None:
+                reason = (
+                    f"data.validation_fraction={fraction} of its documents is none; a file or split of its own works"
                 )
-            )
+            raise ValueError(f"{validation_origin}: no text to validate on: {reason}")
+        with contextlib.closing(iter(Reader(parts))) as documents:
+            if not any(document.text and not self._is_held_out(document) for document in documents):
+                raise self._nothing_to_train_on()
         self.validation = join(encode_all(held_out, tokenizer).tokens, tokenizer)
         self.validation_documents = len(held_out)
         self.validation_bytes = size
@@ -151,7 +152,7 @@ class Stream:
                         offset = 0
                     skipped, block, at = 0, block + 1, reader.state()
             if block == 0:
-                raise ValueError(f"{self._origin}: no text to train on")
+                raise self._nothing_to_train_on()
             epoch, block, at = epoch + 1, 0, None
 
     def _block(self, documents: Iterator[Document]) -> list[Tokens]:
@@ -164,6 +165,9 @@ class Stream:
             if len(block) == self._block_size or size >= BLOCK_BYTES:
                 break
         return self.tokenizer.encode(block)
+
+    def _nothing_to_train_on(self) -> ValueError:
+        return ValueError(f"{self._origin}: no text to train on besides what is held out for validation")
 
     def _is_held_out(self, document: Document) -> bool:
         return digest(document.text) < self._held_below

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import train
-from models.transformer import FilesConfig
+from models.transformer import FilesConfig, HubConfig
 from models.transformer.data import Corpus, load
 from models.transformer.data.documents import find_files
 
@@ -174,6 +175,45 @@ def test_configuration_errors_name_the_key(overrides, named, tmp_path, monkeypat
     error = capfd.readouterr().err
     assert all(text in error for text in named), error
     assert len(error.splitlines()) <= 15 and "Traceback" not in error
+
+
+def test_of_parquet_no_other_column_is_read(tmp_path, texts) -> None:
+    """Not even one of a type that `datasets` has no name for."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    documents = texts(40)
+    pairs = pa.array([[("a", i)] for i in range(40)], pa.map_(pa.string(), pa.int64()))
+    for name, text in (("plain", pa.array(documents)), ("coded", pa.array(documents).dictionary_encode())):
+        parquet.write_table(pa.table({"pairs": pairs, "text": text}), tmp_path / f"{name}.parquet")
+        train_documents, held_out = parts(corpus_of(str(tmp_path / f"{name}.parquet"), validation_fraction=0.2))
+        assert sorted(train_documents + held_out) == sorted(documents)
+    parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match=r"none.parquet: .*no rows"):
+        corpus_of(str(tmp_path / "none.parquet"))
+
+
+def test_a_file_of_several_names_counts_once(tmp_path) -> None:
+    (tmp_path / "folder").mkdir()
+    file = tmp_path / "folder" / "a.txt"
+    file.write_text("text", "utf-8")
+    (tmp_path / "folder" / "loop").symlink_to(tmp_path / "folder")
+    (tmp_path / "folder" / "link.txt").symlink_to(file)
+    for paths in (str(tmp_path / "**" / "*.txt"), [str(tmp_path), str(file), str(tmp_path / "folder" / "." / "a.txt")]):
+        assert find_files(paths, None, "data.path") == [(file, "text")]
+
+
+def test_no_file_of_this_machine_touches_the_network(tmp_path, texts, write_jsonl, write_parquet, monkeypatch) -> None:
+    def refuse(*arguments: object, **_: object) -> None:
+        asked.append(arguments)
+        raise OSError("there is no network")
+
+    asked: list[object] = []
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    paths = [str(write_jsonl(tmp_path / "a.jsonl", texts(40))), str(write_parquet(tmp_path / "b.parquet", texts(40)))]
+    corpus_of(paths)
+    load(HubConfig(name=str(tmp_path)), seed=0)
+    assert not asked
 
 
 def test_nothing_is_written_but_the_run_directory(tmp_path, texts, write_parquet) -> None:

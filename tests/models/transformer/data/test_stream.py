@@ -15,6 +15,7 @@ import torch
 
 from models.transformer import FilesConfig, HubConfig
 from models.transformer.data import Stream, load, stream
+from models.transformer.data.corpus import digest
 
 pytest.importorskip("datasets")
 
@@ -152,9 +153,18 @@ def test_documents_longer_than_a_batch_and_blocks_cut_short(tmp_path, texts, wri
 
 def test_a_stream_without_text_says_so(tmp_path, texts, write_jsonl) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", texts(1))
-    with pytest.raises(ValueError, match=r"a.jsonl: no text to validate on: a share of 1e-06 of its documents is none"):
+    with pytest.raises(ValueError, match=r"a.jsonl: no text to validate on: data.validation_fraction=1e-06 of"):
         stream_of(FilesConfig(path=str(path), streaming=True, validation_fraction=1e-6))
     empty = write_jsonl(tmp_path / "b.jsonl", ["", ""])
-    source = stream_of(FilesConfig(path=str(empty), validation_path=str(path), streaming=True))
     with pytest.raises(ValueError, match=r"b.jsonl: no text to train on"):
-        take(source, 1)
+        stream_of(FilesConfig(path=str(empty), validation_path=str(path), streaming=True))
+    with pytest.raises(ValueError, match=r"b.jsonl: no text to validate on"):
+        stream_of(FilesConfig(path=str(path), validation_path=str(empty), streaming=True))
+
+
+def test_a_stream_of_which_all_is_held_out_says_so(tmp_path, texts) -> None:
+    path = tmp_path / "a.txt"
+    held_out = next(text for i in itertools.count() if digest(text := f"{texts(1)[0]} {i}") < 2**63)
+    path.write_text(held_out, "utf-8")
+    with pytest.raises(ValueError, match=r"a.txt: no text to train on besides what is held out"):
+        stream_of(FilesConfig(path=str(path), validation_fraction=0.5, streaming=True))
