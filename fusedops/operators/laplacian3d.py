@@ -63,10 +63,7 @@ def laplacian3d_adjoint(
 def spacing_of_axes(operator: str, spacing: float | Sequence[float]) -> tuple[float, ...]:
     """The spacing of each axis. Raises TypeError for what is neither a number nor a sequence of numbers."""
     check_number(operator, "spacing", spacing)
-    numbers = [spacing] * 3 if isinstance(spacing, Real) else spacing
-    if not isinstance(numbers, Iterable):
-        raise TypeError(f"{operator}: spacing is {spacing!r}; allowed: a number, or one for each of X, Y, Z")
-    numbers = list(numbers)
+    numbers: list[Any] = list(spacing) if isinstance(spacing, Iterable) else [spacing] * 3
     for number in numbers:
         check_number(operator, "spacing", number)
         if not isinstance(number, Real) or isinstance(number, bool):
