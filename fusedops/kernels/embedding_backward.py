@@ -163,7 +163,7 @@ def run_kernel(
 
 @triton.jit
 def long_run_at(segments, chunk_runs, chunk, chunks, runs, CHUNK: tl.constexpr):
-    """Begin and end of the long run that the first id of a chunk belongs to, and its place; empty where there is none."""
+    """Place, begin and end of the long run that the first id of a chunk belongs to; empty where there is none."""
     run = tl.load(chunk_runs + chunk, mask=chunk < chunks, other=runs)
     start = tl.load(segments + run, mask=run < runs, other=0)
     end = tl.load(segments + run + 1, mask=run < runs, other=0)

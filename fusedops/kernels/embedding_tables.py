@@ -17,7 +17,7 @@ from fusedops.operators.embedding_hash import MIX32, MIX64, reciprocal
 
 ADDRESS, ROWS, RECIPROCAL, STRIDE, FIRST_KEY = (tl.constexpr(i) for i in range(5))
 FIELDS = tl.constexpr(5)
-"""Of a feature's table, all int64: address; rows and what divides by them; elements from row to row; first row's key."""
+"""Of a feature's table, int64: address; rows, and what divides by them; elements from row to row; first row's key."""
 
 HASHES = {name: i for i, name in enumerate(embedding_hash.HASHES)}
 MODULO, MIX_32, MIX_64, NO_HASH = (tl.constexpr(HASHES[name]) for name in ("modulo", "mix32", "mix64", "none"))

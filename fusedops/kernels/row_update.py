@@ -15,9 +15,8 @@ from fusedops.operators.row_update import STATES, check_rows
 RULES = {rule: i for i, rule in enumerate(STATES)}
 SGD, ADAGRAD, ROWWISE_ADAGRAD, SPARSE_ADAM = (tl.constexpr(i) for i in RULES.values())
 
-FIRST_PROGRAM, TABLE, TABLE_STRIDE, STATE, STATE_STRIDE, STATE2, STATE2_STRIDE, ROWS_POINTER, GRADS, COUNT, TABLE_ROWS, LR = (
-    tl.constexpr(i) for i in range(12)
-)  # fmt: skip
+FIRST_PROGRAM, TABLE, TABLE_STRIDE, STATE, STATE_STRIDE, STATE2, STATE2_STRIDE = (tl.constexpr(i) for i in range(7))
+ROWS_POINTER, GRADS, COUNT, TABLE_ROWS, LR = (tl.constexpr(i) for i in range(7, 12))
 FIELDS = tl.constexpr(12)
 """Of a table, all int64: its first program; addresses of its tensors and elements from row to row; how many rows are
 updated and how many it has; the bits of its float64 learning rate."""

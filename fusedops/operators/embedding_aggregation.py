@@ -5,7 +5,7 @@ Contract, which later versions keep:
     fusedops.embedding_aggregation(tables, ids, offsets, dense, feature_tables=..., pooling=..., cross=...) -> features
 
 One Parameter a table; `sparse` chooses what their gradients are. An optimizer, ours (`fusedops.optim`) or a stock one,
-then updates the rows touched: a sparse gradient arrives coalesced in `.grad`, each row once, `grad._indices()` ascending.
+then updates the rows touched: a sparse gradient arrives coalesced in `.grad`, each row once and in ascending order.
 Sums are taken in fp32 (fp64 of fp64 tables) in an order that the ids fix, without atomic additions: every result is
 bitwise repeatable, whatever `torch.use_deterministic_algorithms` says.
 """
@@ -53,8 +53,8 @@ def embedding_aggregation(
 ) -> Tensor:
     """Look up, pool and cross the ids of F features of B samples.
 
-    tables: T of them, [rows, D], which may differ in rows (1 to 2^31 - 1 each); of one dtype (float16, bfloat16, float32
-    or float64) and device. ids: [N], int64 or int32, any values; offsets: [F * B + 1], those of a keyed jagged tensor
+    tables: T of them, [rows, D], which may differ in rows (1 to 2^31 - 1 each); of one device and dtype, float16,
+    bfloat16, float32 or float64. ids: [N], int64 or int32, any values; offsets: [F * B + 1], those of a keyed jagged tensor
     (torchrec's KeyedJaggedTensor.values() and .offsets()): bag f * B + b, of feature f in sample b, is
     ids[offsets[f * B + b] : offsets[f * B + b + 1]]. dense: [B, D], a vector that takes part in the cross, of the
     tables' dtype. feature_tables: the table of each feature, several may share one; default: feature f has table f.
@@ -367,37 +367,38 @@ def _dense(ctx: Any, rows: Rows, row_grads: Tensor) -> Sequence[Tensor]:
     return whole.index_add_(0, keys, row_grads).split(ctx.table_rows)
 
 
-def _sparse(ctx: Any, rows: Rows, starts: list[int], row_grads: Tensor) -> Sequence[Tensor]:
-    """A coalesced gradient a table, all of them parts of one memory."""
-    gradients = []
-    for table, (begin, end) in enumerate(pairwise(starts)):
-        gradient = torch.sparse_coo_tensor(
-            rows.rows[begin:end][None],
-            row_grads[begin:end],
-            (ctx.table_rows[table], row_grads.shape[1]),
-            check_invariants=False,
-            is_coalesced=True,
-        )
-        gradients.append(gradient)
-        leaf = ctx.leaves[table]
-        if leaf is not None and ctx.needs[0][table] and leaf.grad is None:
-            _keep_coalesced(leaf, row_grads[begin:end].data_ptr())
+def _sparse(ctx: Any, rows: Rows, starts: list[int], row_grads: Tensor) -> Sequence[Tensor | None]:
+    """A coalesced gradient of each table that wants one, all of them parts of one memory."""
+    counts, width = [end - begin for begin, end in pairwise(starts)], row_grads.shape[1]
+    indices = rows.rows[: starts[-1]][None].split(counts, 1)
+    gradients: list[Tensor | None] = []
+    leaves = []
+    for table, (own, values) in enumerate(zip(indices, row_grads.split(counts), strict=True)):
+        if not ctx.needs[0][table]:
+            gradients.append(None)
+            continue
+        size, leaf = (ctx.table_rows[table], width), ctx.leaves[table]
+        gradients.append(torch.sparse_coo_tensor(own, values, size, check_invariants=False, is_coalesced=True))
+        if leaf is not None and leaf.grad is None:
+            leaves.append((leaf, values.detach()))
+    if leaves:
+        _keep_coalesced(leaves)
     return gradients
 
 
-def _keep_coalesced(leaf: Tensor, address: int) -> None:
-    """Mark the gradient that `leaf` gets as coalesced if it is the one at this address.
+def _keep_coalesced(leaves: list[tuple[Tensor, Tensor]]) -> None:
+    """Mark as coalesced, when this backward pass ends, the gradients of leaves that are the values given with them.
 
     Autograd stores a sparse gradient without its mark, and an optimizer would sort all of it again.
     """
 
-    def mark(leaf: Tensor) -> None:
-        handle.remove()
-        gradient = leaf.grad
-        if gradient is not None and gradient.is_sparse and gradient._values().data_ptr() == address:
-            gradient._coalesced_(True)
+    def mark() -> None:
+        for leaf, values in leaves:
+            gradient = leaf.grad
+            if gradient is not None and gradient.is_sparse and gradient._values().data_ptr() == values.data_ptr():
+                gradient._coalesced_(True)
 
-    handle = leaf.register_post_accumulate_grad_hook(mark)
+    torch.autograd.Variable._execution_engine.queue_callback(mark)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -51,9 +51,9 @@ def row_update_(
     all in fp32 (fp64 of fp64 tables), rounded once when stored. A row that is given twice has no defined result.
 
     Bumps the version counters of what it writes to. Raises RuntimeError where one of the tensors requires a gradient
-    and gradients are recorded (call it under torch.no_grad(), as optimizers do), TypeError for dtypes that are not
-    allowed or differ, ValueError for a rule that does not exist, shapes, devices and strides that do not match, and on a
-    CPU for rows that the table has not (on a GPU a device-side assertion).
+    and gradients are recorded (call it under torch.no_grad(), as optimizers do), and in the capture of a CUDA graph;
+    TypeError for dtypes that are not allowed or differ; ValueError for a rule that does not exist, shapes, devices and
+    strides that do not match, and on a CPU for rows that the table has not (on a GPU a device-side assertion).
     """
     tables = list(tables)
     check_number("row_update_", "lr", lr)
@@ -246,9 +246,9 @@ def _reference(
     beta2: float,
 ) -> tuple[Tensor, ...]:
     """What tables and states then hold."""
-    new = [[t.clone() for t in group] for group in (tables, states, second_states)]
-    _update_rows(*new, rows, row_grads, rule, lr, eps, beta1, beta2)
-    return tuple(t for group in new for t in group)
+    new_tables, new_states, new_second = ([t.clone() for t in group] for group in (tables, states, second_states))
+    _update_rows(new_tables, new_states, new_second, rows, row_grads, rule, lr, eps, beta1, beta2)
+    return (*new_tables, *new_states, *new_second)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

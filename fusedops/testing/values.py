@@ -156,7 +156,7 @@ def _assert_autocast(subject: Subject, what: str, args: Args, low: torch.dtype) 
     if subject.operator.backward is not None and differentiable:
         torch.autograd.backward([ours[i] for i in differentiable], [torch.ones_like(ours[i]) for i in differentiable])
         for name, given in zip(subject.argument_names(), ours_args, strict=True):
-            for a in floating([given]):
+            for a in floating((given,)):
                 if a.grad is not None:
                     what_of = f"{what}: the gradient of {name} is {a.grad.dtype}, {name} {a.dtype}"
                     assert a.grad.dtype == a.dtype, what_of
