@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import gzip
 import tempfile
+import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -200,7 +201,7 @@ def _text_blocks(
             while read < size:
                 try:
                     lines = list(islice(text, min(PARSED_AT_ONCE, size - read)))
-                except (EOFError, gzip.BadGzipFile) as error:
+                except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                     raise ValueError(f"{file}, after line {line + read:,}: cannot be read: {error}") from error
                 if not lines:
                     break

@@ -54,13 +54,12 @@ class MovieLens(Source):
 
     def batch(self, step: int, rank: int = 0) -> Batch:
         """The samples of an index, each once an epoch in a random order: a pure function of (seed, index, rank)."""
-        taken, place_of = [], step * self._batch_size
-        wanted = self._batch_size
+        taken, position, wanted = [], step * self._batch_size, self._batch_size
         while wanted:
-            epoch, first = divmod(place_of, len(self._train))
+            epoch, first = divmod(position, len(self._train))
             part = self._epoch(epoch, rank)[first : first + wanted]
             taken.append(part)
-            place_of, wanted = place_of + len(part), wanted - len(part)
+            position, wanted = position + len(part), wanted - len(part)
         return self._batch_of(np.concatenate(taken))
 
     def _epoch(self, epoch: int, rank: int) -> Integers:

@@ -97,11 +97,11 @@ def find_tables(path: str) -> Tables:
 
     Raises FileNotFoundError where there are none, ValueError where there are several data sets, naming data.path.
     """
-    place_of = Path(path).expanduser()
-    if not place_of.exists():
+    root = Path(path).expanduser()
+    if not root.exists():
         raise FileNotFoundError(f"data.path={path}: there is no such file or folder")
-    folder = place_of if place_of.is_dir() else place_of.parent
-    candidates = [place_of] if place_of.is_file() else sorted(folder.iterdir())
+    folder = root if root.is_dir() else root.parent
+    candidates = [root] if root.is_file() else sorted(folder.iterdir())
     found = [file for file in candidates if file.name in _PUBLISHED or file.suffix == ".inter"]
     if not found:
         raise FileNotFoundError(f"data.path={path}: no ratings there; known are {', '.join(_PUBLISHED)}, NAME.inter")

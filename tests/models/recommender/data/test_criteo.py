@@ -177,6 +177,11 @@ def test_what_is_not_there_is_named(tmp_path, criteo_rows, write_tsv, monkeypatc
     (tmp_path / "cut.tsv.gz").write_bytes(gzip.compress(path.read_bytes())[:-30])
     with pytest.raises(ValueError, match=r"cut\.tsv\.gz, after line .*cannot be read"):
         stream_of(tmp_path / "cut.tsv.gz")
+    damaged = bytearray(gzip.compress(path.read_bytes()))
+    damaged[40:80] = bytes(40)
+    (tmp_path / "damaged.tsv.gz").write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"damaged\.tsv\.gz"):
+        stream_of(tmp_path / "damaged.tsv.gz")
     empty = write_tsv(tmp_path / "empty.tsv", [])
     with pytest.raises(ValueError, match=r"empty\.tsv: no rows to train on"):
         stream_of(empty, validation_path=str(path)).batch(0)
