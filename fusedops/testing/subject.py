@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedops.registration import FLOATING, INTERPRETING, Operator, Sample, map_tensors, tensors_in
+from fusedops.registration import FLOATING, INTERPRETING, Operator, Sample
+from fusedops.tensor_lists import map_tensors, tensors_in
 
 Args = tuple[Any, ...]
 Function = Callable[..., tuple[Tensor, ...]]

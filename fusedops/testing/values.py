@@ -13,7 +13,8 @@ import torch.utils.deterministic
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedops.registration import FLOATING, map_tensors, tensors_in
+from fusedops.registration import FLOATING
+from fusedops.tensor_lists import map_tensors, tensors_in
 from fusedops.testing.accuracy import GRADIENT_FACTOR, VALUE_FACTOR, assert_accurate, assert_same
 from fusedops.testing.subject import (
     Args,

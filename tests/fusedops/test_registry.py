@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fusedops import counting, registry
-from fusedops.registration import FLOATING, Operator, tensors_in
+from fusedops.registration import FLOATING, Operator
+from fusedops.tensor_lists import tensors_in
 from fusedops.testing import CHECKS
 
 PATHS = ("triton", "gluon", "cublas+triton", "cublas")

@@ -1,0 +1,135 @@
+"""The gradient of embedding_aggregation: by operators of ours or, where it is to be differentiated, by stock ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedops.operators.embedding_backward import embedding_aggregation_backward_operator, gradients_stock
+from fusedops.operators.embedding_bags import first_keys
+from fusedops.operators.embedding_rows import Rows, embedding_rows_operator
+
+
+def setup(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
+    tables, ids, offsets, dense, weights, *options, ctx.cross, ctx.sparse, save_vectors = inputs
+    ctx.feature_tables, ctx.pooling, ctx.padding_index, ctx.hash, ctx.out_of_range = options
+    ctx.table_rows, ctx.has_dense = [table.shape[0] for table in tables], dense is not None
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(outputs[1])
+    ctx.leaves = [table if table.is_leaf else None for table in tables] if ctx.sparse else []
+    # A look-up alone is linear in the tables: what they hold does not matter to its gradient, and may change.
+    kept = tables if weights is not None or ctx.cross != "none" else []
+    ctx.save_for_backward(ids, offsets, dense, weights, outputs[1] if save_vectors else None, *kept)
+
+
+def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
+    nothing = (None,) * 8
+    if grad is None:
+        return (None, None, None, None, None, *nothing)
+    needs_tables, _, _, needs_dense, needs_weights = ctx.needs[:5]
+    if torch.is_grad_enabled():  # the gradient is to be differentiated
+        if ctx.sparse and any(needs_tables):
+            raise RuntimeError(
+                "embedding_aggregation: a sparse gradient of tables has no derivative; allowed under create_graph and "
+                "torch.func: sparse=False"
+            )
+        of_tables, grad_dense, grad_weights = _differentiable_gradients(ctx, grad)
+    else:
+        of_tables, grad_dense, grad_weights = _gradients(ctx, grad)
+    return (
+        [g if needed else None for g, needed in zip(of_tables, needs_tables, strict=True)],
+        None,
+        None,
+        grad_dense if needs_dense else None,
+        grad_weights if needs_weights else None,
+        *nothing,
+    )
+
+
+_Gradients = tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]
+
+
+def _differentiable_gradients(ctx: Any, grad: Tensor) -> _Gradients:
+    ids, offsets, dense, weights, _, *tables = ctx.saved_tensors
+    of_all_rows, grad_dense, grad_weights = gradients_stock(
+        grad, tables, ids, offsets, dense, weights, None, ctx.table_rows, ctx.feature_tables, ctx.pooling,
+        ctx.padding_index, ctx.hash, ctx.cross, ctx.has_dense,
+    )  # fmt: skip
+    of_dense, of_weights = (None if g is None else g.to(grad.dtype) for g in (grad_dense, grad_weights))
+    return of_all_rows.to(grad.dtype).split(ctx.table_rows), of_dense, of_weights
+
+
+def _gradients(ctx: Any, grad: Tensor) -> _Gradients:
+    ids, offsets, dense, weights, vectors, *tables = ctx.saved_tensors
+    needs_tables, needs_weights = any(ctx.needs[0]), ctx.needs[4]
+    rows, starts, count = None, [], 0
+    if needs_tables or needs_weights:
+        rows = Rows(
+            *embedding_rows_operator(
+                ids, offsets, ctx.table_rows, ctx.feature_tables, ctx.padding_index, ctx.hash, ctx.out_of_range
+            )
+        )
+    if rows is not None and needs_tables:
+        if ctx.sparse:
+            starts = rows.starts.tolist()
+            count = starts[-1]
+        else:
+            count = min(ids.numel(), sum(ctx.table_rows))
+    row_grads, grad_dense, grad_weights = embedding_aggregation_backward_operator(
+        grad, tables, ids, offsets, dense, weights, vectors,
+        *((None,) * 4 if rows is None else (rows.order, rows.bags, rows.segments, rows.counts)),
+        count, ctx.table_rows, ctx.feature_tables, ctx.pooling, ctx.padding_index, ctx.hash, ctx.cross, ctx.has_dense,
+        needs_weights,
+    )  # fmt: skip
+    of_tables: Sequence[Tensor | None] = [None] * len(ctx.table_rows)
+    if rows is not None and needs_tables:
+        of_tables = _sparse(ctx, rows, starts, row_grads) if ctx.sparse else _dense(ctx, rows, row_grads)
+    return of_tables, grad_dense, grad_weights
+
+
+def _dense(ctx: Any, rows: Rows, row_grads: Tensor) -> Sequence[Tensor]:
+    """Gradients of whole tables. What stands behind the last row touched is zero, and is added somewhere."""
+    count, device = row_grads.shape[0], row_grads.device
+    first = torch.tensor(first_keys(ctx.table_rows)[:-1], device=device)
+    table = torch.searchsorted(rows.starts[1:], torch.arange(count, device=device), right=True)
+    keys = first[table.clamp(max=len(ctx.table_rows) - 1)] + rows.rows[:count]
+    whole = row_grads.new_zeros((sum(ctx.table_rows), row_grads.shape[1]))
+    return whole.index_add_(0, keys, row_grads).split(ctx.table_rows)
+
+
+def _sparse(ctx: Any, rows: Rows, starts: list[int], row_grads: Tensor) -> Sequence[Tensor | None]:
+    """A coalesced gradient of each table that wants one, all of them parts of one memory."""
+    counts, width = [end - begin for begin, end in pairwise(starts)], row_grads.shape[1]
+    indices = rows.rows[: starts[-1]][None].split(counts, 1)
+    gradients: list[Tensor | None] = []
+    leaves = []
+    for table, (own, values) in enumerate(zip(indices, row_grads.split(counts), strict=True)):
+        if not ctx.needs[0][table]:
+            gradients.append(None)
+            continue
+        size, leaf = (ctx.table_rows[table], width), ctx.leaves[table]
+        gradients.append(torch.sparse_coo_tensor(own, values, size, check_invariants=False, is_coalesced=True))
+        if leaf is not None and leaf.grad is None:
+            leaves.append((leaf, values.detach()))
+    if leaves:
+        _keep_coalesced(leaves)
+    return gradients
+
+
+def _keep_coalesced(leaves: list[tuple[Tensor, Tensor]]) -> None:
+    """Mark as coalesced, when this backward pass ends, the gradients of leaves that are the values given with them.
+
+    Autograd stores a sparse gradient without its mark, and an optimizer would sort all of it again.
+    """
+
+    def mark() -> None:
+        for leaf, values in leaves:
+            gradient = leaf.grad
+            if gradient is not None and gradient.is_sparse and gradient._values().data_ptr() == values.data_ptr():
+                gradient._coalesced_(True)
+
+    torch.autograd.Variable._execution_engine.queue_callback(mark)
