@@ -47,6 +47,24 @@ def check_schema(summary):
         assert isinstance(ratios["loss_difference"], float)
 
 
+def test_references_may_have_several_metrics_and_steps_bytes(toy_task, compare, tmp_path):
+    task = toy_task(steps=12)
+    task.references = lambda: {"zero": 0.5, "constant": {"loss": 0.25, "auc": 0.5}}
+    task.bytes_per_step = lambda: 3_000_000
+    comparison = compare(task)
+    comparison.run()
+    console = Console(file=io.StringIO(), width=200)
+    report.conclude(console, comparison, "native", {}, tmp_path, NullTracker())
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["references"] == {"zero": 0.5, "constant": {"loss": 0.25, "auc": 0.5}}
+    for arm in summary["arms"].values():
+        assert arm["gb_per_s"] == pytest.approx(3 / arm["throughput"]["step_ms"])
+    table = report.tables(summary)[0]
+    assert table.header[-2:] == ("GB/s", "peak memory")
+    assert {len(row) for row in table.rows} == {len(table.header)}
+    assert [row[:2] for row in table.rows[2:]] == [("reference: zero", "0.5000"), ("reference: constant", "0.2500")]
+
+
 def test_the_summary_has_the_schema(concluded):
     _, summary = concluded
     check_schema(summary)
