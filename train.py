@@ -173,6 +173,8 @@ def main() -> int:
         print(told.message, file=sys.stderr)
         return told.exit_code
     except Interrupted as error:
+        if jobs.done:  # of several jobs, those that ended before
+            jobs.conclude()
         print(f"the run was {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:  # before the run began to wait for its steps' ends

@@ -121,13 +121,16 @@ def test_what_cannot_be_composed_is_refused_before_any_job(run_jobs, tmp_path, c
     assert named in capfd.readouterr().err and jobs_of(tmp_path) == []
 
 
-def test_a_signal_ends_all_jobs(run_jobs, tmp_path, monkeypatch):
+def test_a_signal_ends_all_jobs_and_those_that_ended_before_get_their_table(run_jobs, tmp_path, monkeypatch):
     def stopped(composed):
+        if composed.train.seed == 1:
+            raise OSError("no space")
         raise Interrupted(signal.SIGTERM)
 
     monkeypatch.setattr(train, "compare", stopped)
-    assert run_jobs("train.seed=1,2") == 128 + signal.SIGTERM
-    assert len(jobs_of(tmp_path)) == 1
+    assert run_jobs("train.seed=1,2,3") == 128 + signal.SIGTERM
+    assert len(jobs_of(tmp_path)) == 2
+    assert "no space" in (tmp_path / "comparison.md").read_text()
 
 
 def test_the_jobs_of_one_command_are_not_those_of_the_next(run_jobs, tmp_path, monkeypatch):
