@@ -78,7 +78,7 @@ def test_a_run_killed_and_stopped_and_resumed_is_the_uninterrupted_one(monkeypat
     with start(f"resume='{quoted}'") as process:
         wait_for_step(process, run / "fused", 3)
         process.send_signal(signal.SIGTERM)
-        shown, error = process.communicate(timeout=60)
+        shown, error = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM and error.splitlines()[-1] == "the run was stopped by SIGTERM"
     assert f"resume={run}" in shown.replace("\n", " ")
     (kept,) = (run / "fused").glob("checkpoint-*.safetensors")

@@ -313,7 +313,7 @@ def test_sigterm_ends_the_step_keeps_the_files_and_closes_the_tracker(tmp_path):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM
     assert error.splitlines()[-1] == "the run was stopped by SIGTERM"
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -68,9 +67,8 @@ def test_the_command_line_overrides_an_experiment():
 
 
 def test_two_runs_in_one_second_get_two_directories():
-    start = time.monotonic()
     directories = {composed(return_hydra_config=True).hydra.run.dir for _ in range(2)}
-    assert len(directories) == 2 or time.monotonic() - start > 1
+    assert len(directories) == 2
     assert all(directory.startswith("runs/") for directory in directories)
 
 
