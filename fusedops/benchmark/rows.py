@@ -255,9 +255,50 @@ def _residual_rows() -> list[Row]:
     return rows
 
 
+def _embedding_rows() -> list[Row]:
+    small = {"features": 26, "rows": 200_000, "width": 64, "batch": 16384, "ids": 1}
+    long_bags = {"features": 26, "rows": 200_000, "width": 128, "batch": 16384, "ids": 20}
+    large = {"features": 26, "rows": 1_000_000, "width": 128, "batch": 65536, "ids": 1}
+
+    def row(
+        id_: str, part: str, shape: dict[str, int], work: str, gate: dict[str, float], goal: dict[str, float]
+    ) -> Row:
+        return Row(
+            id=id_,
+            operator="embedding_aggregation",
+            work=work,
+            shape=shape,
+            quick={"features": 3, "rows": 50, "width": 16, "batch": 24, "ids": shape["ids"]},
+            direction=FORWARD_BACKWARD if part == "step" else FORWARD,
+            dtype="float32",
+            options={"part": part, "skewed": shape is long_bags},
+            gate=tuple(Requirement(*over) for over in gate.items()),
+            goal=tuple(Requirement(*over) for over in goal.items()),
+        )
+
+    one, many, step = "embedding, 1 id a bag", "embedding, 20 skewed ids a bag", ", step with SGD"
+    return [
+        row("22", "look-up", small, one, {"torch.compile": 1.2, "stock": 8.0}, {"torch.compile": 1.5}),
+        row("23", "look-up", long_bags, many, {"one table": 6.0}, {}),
+        row("24", "look-up", large, one, {"torch.compile": _TIE, "stock": 7.0}, {"torch.compile": 1.15}),
+        row("25a", "step", small, one + step, {"stock": 3.0}, {"stock": 5.0}),
+        row("25b", "step", long_bags, many + step, {"stock": 5.0}, {"stock": 8.0}),
+        row("25c", "step", large, one + step, {"stock": 3.0}, {"stock": 5.0}),
+        row("26a", "dot", small, one + ", dot interaction", {"apart": 1.3}, {"apart": 1.8}),
+        row("26b", "dot", large, one + ", dot interaction", {"apart": 1.3}, {"apart": 1.8}),
+    ]
+
+
 ROWS: dict[str, Row] = {
     row.id: row
-    for row in (*_pointwise_rows(), *_linear_rows(), *_attention_rows(), *_laplacian_rows(), *_residual_rows())
+    for row in (
+        *_pointwise_rows(),
+        *_linear_rows(),
+        *_attention_rows(),
+        *_embedding_rows(),
+        *_laplacian_rows(),
+        *_residual_rows(),
+    )
 }
 
 

@@ -314,14 +314,14 @@ def test_every_row_is_right_at_its_quick_size(row: Row):
     assert ours.status == "ok", ours.reason
     assert ours.path == "cpu"
     outputs = 1 if row.direction != "forward + backward" else 1 + len(workload.contenders[0].call()[1:])
-    assert len(ours.errors) == outputs and all(0 <= error < 0.02 for error in ours.errors.values())
+    assert len(ours.errors) >= outputs and all(0 <= error < 0.02 for error in ours.errors.values())
 
 
 def test_rows_have_unique_ids_and_requirements_that_exist():
     assert list(ROWS) == [row.id for row in ROWS.values()]
     assert {row.number for row in ROWS.values()} >= {str(number) for number in range(1, 20)}
     contenders = {"stock", "best", "copy", "cuBLASLt epilogue", "torch.compile"}
-    contenders |= {"forward Laplacian, torch.compile", "nested autograd"}
+    contenders |= {"forward Laplacian, torch.compile", "nested autograd", "one table", "apart"}
     for row in ROWS.values():
         assert {r.over for r in (*row.gate, *row.goal)} <= contenders
 

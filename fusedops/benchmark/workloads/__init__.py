@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fusedops.benchmark.rows import Row
 from fusedops.benchmark.workloads.attention import flash_attention
 from fusedops.benchmark.workloads.common import Settings, Workload
+from fusedops.benchmark.workloads.embedding import embedding_aggregation
 from fusedops.benchmark.workloads.laplacian import laplacian3d
 from fusedops.benchmark.workloads.linear import linear_gelu_dropout
 from fusedops.benchmark.workloads.pinn import residual_step
@@ -22,6 +23,7 @@ BUILDERS: dict[str, Callable[[Row, dict[str, int], Settings], Workload]] = {
     "flash_attention": flash_attention,
     "laplacian3d": laplacian3d,
     "forward_laplacian_activation": residual_step,
+    "embedding_aggregation": embedding_aggregation,
 }
 
 
