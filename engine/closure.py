@@ -31,7 +31,8 @@ class ClosureStepper(Stepper):
     The phase's optimizer must be one LBFGS of max_iter 1, whose max_eval bounds the evaluations of an iteration. The
     iteration's first evaluation is that of the accepted point of the line search before, and is not made twice.
     The gradient is not clipped. When an iteration changes nothing, the next begins anew from steepest descent; when
-    that changes nothing either, or the gradient is below the optimizer's tolerance_grad, `finished` says so.
+    that changes nothing either, or the gradient is below the optimizer's tolerance_grad, `finished` says so. A line
+    search that ends where the loss is not finite, which it cannot compare, is taken back to the lowest loss it saw.
 
     Raises ConfigError for fp16, whose scaled loss no line search can compare.
     """
@@ -54,6 +55,7 @@ class ClosureStepper(Stepper):
             self._batches, self._evaluated = batches, []
         start = self._evaluate()
         self._optimizer.step(self._closure)
+        self._leave_non_finite(start)
         now = parameters_to_vector(self._parameters).detach()
         self._evaluated = [known for known in self._evaluated if torch.equal(known.parameters, now)]
         if not torch.equal(now, start.parameters):
@@ -66,6 +68,22 @@ class ClosureStepper(Stepper):
         """Go on from there."""
         super().load_state_dict(state)
         self._batches, self._evaluated = (), []
+
+    @torch.no_grad()
+    def _leave_non_finite(self, start: _Evaluation) -> None:
+        """Where an iteration began at a finite loss and ended at none: go to the lowest loss it saw, and begin anew."""
+        now = parameters_to_vector(self._parameters)
+        here = [known for known in self._evaluated if torch.equal(known.parameters, now)]
+        sound = now.isfinite().all() and all(known.loss.isfinite() for known in here)
+        if sound or not start.loss.isfinite():
+            return
+        finite = [known for known in self._evaluated if known.loss.isfinite()]
+        best = min(finite, key=lambda known: float(known.loss))
+        values = best.parameters.split([p.numel() for p in self._parameters])
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.copy_(value.view_as(parameter))
+        if best is not start:  # `_note_standstill` decides about the other case
+            self._optimizer.state[self._parameters[0]].clear()
 
     def _note_standstill(self, at: _Evaluation) -> None:
         steepest = max(float(gradient.abs().max()) for gradient in at.gradients)

@@ -119,6 +119,34 @@ def test_the_loss_and_the_norm_are_those_before_the_iteration() -> None:
     torch.testing.assert_close(result.gradient_norm, torch.cat([g.flatten() for g in gradients]).norm())
 
 
+@pytest.mark.parametrize("unsound", [float("nan"), float("inf")])
+@pytest.mark.parametrize("iteration", [0, 4])
+def test_a_line_search_that_ends_at_no_finite_loss_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch, unsound: float, iteration: int
+) -> None:
+    """Some trials of one iteration overflow; the losses go on falling, and no weight is lost."""
+    task = FitTask()
+    stepper = stepper_of(task)
+    losses, sound = [float(stepper(task.batch(0)).loss) for _ in range(iteration)], task.loss
+
+    def overflowing(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        loss, count = sound(model, batch)
+        return loss * unsound, count
+
+    stepper._batches = (task.batch(0),)
+    start = stepper._evaluate()  # known from here on: what overflows are the trials
+    monkeypatch.setattr(task, "loss", overflowing)
+    losses.append(float(stepper(task.batch(0)).loss))
+    monkeypatch.setattr(task, "loss", sound)
+    assert torch.equal(flat(stepper), start.parameters)
+    if iteration == 0:
+        assert stepper.finished is not None and "found no lower loss" in stepper.finished
+    else:
+        assert stepper.finished is None
+        losses += [float(stepper(task.batch(0)).loss) for _ in range(10)]
+        assert losses == sorted(losses, reverse=True) and losses[-1] < losses[iteration]
+
+
 def test_other_points_are_evaluated_anew() -> None:
     task = FitTask()
     task.fixed = False
