@@ -334,7 +334,7 @@ def print_workload(name: str, found: dict[str, Any]) -> None:
 def clicks_task(device: torch.device, quick: bool, **model: Any) -> Task:
     """Synthetic clicks, a million samples to validate: tables of 200,000 rows on a GPU, train.py's default on a CPU."""
     on_gpu = device.type == "cuda" and not quick
-    steps, batch, samples = (400, 16_384, 2**20) if on_gpu else (250, 1_024, 2**17)
+    steps, batch, samples = (400, 16_384, 2**20) if on_gpu else (1_000, 1_024, 2**17)
     steps, batch, samples = (10, 256, 5_000) if quick else (steps, batch, samples)
     return Task(
         ModelConfig(preset="criteo" if on_gpu else "tiny", **model),
