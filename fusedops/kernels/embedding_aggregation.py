@@ -27,7 +27,8 @@ from fusedops.kernels.embedding_tables import (
     with_unit_stride,
 )
 from fusedops.kernels.launching import ceil_div, launch, next_power_of_2
-from fusedops.operators.embedding_aggregation import empty_outputs, fused_cross
+from fusedops.operators.embedding_aggregation import empty_outputs
+from fusedops.operators.embedding_backward import fused_cross
 from fusedops.operators.embedding_bags import batch_size, check_values
 from fusedops.operators.embedding_cross import crossed
 from fusedops.operators.embedding_pooling import computing_dtype

@@ -36,8 +36,7 @@ from fusedops.kernels.embedding_tables import (
     to_computing,
 )
 from fusedops.kernels.launching import ceil_div, launch
-from fusedops.operators.embedding_aggregation import fused_cross
-from fusedops.operators.embedding_backward import empty_outputs, vector_width
+from fusedops.operators.embedding_backward import empty_outputs, fused_cross, vector_width
 from fusedops.operators.embedding_bags import batch_size
 from fusedops.operators.embedding_cross import crossed_gradient
 from fusedops.operators.embedding_pooling import computing_dtype

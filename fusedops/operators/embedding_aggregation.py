@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedops.operators.embedding_backward import fused_cross
 from fusedops.operators.embedding_bags import batch_size, check_layout, check_values, locate
 from fusedops.operators.embedding_cross import CROSSES, crossed, crossed_shape
 from fusedops.operators.embedding_gradient import backward, setup
@@ -190,17 +191,6 @@ def empty_outputs(
     features = tables[0].new_empty(crossed_shape(batch, vectors, width, dense is not None, cross))
     kept = (batch, vectors, width) if save_vectors else (0,)
     return features, tables[0].new_empty(kept, dtype=computing_dtype(tables[0].dtype))
-
-
-MOST_VECTORS, MOST_ELEMENTS = 128, 2**14
-
-
-def fused_cross(vectors: int, width: int) -> bool:
-    """Whether a GPU takes look-up and cross in one kernel, which has all vectors of a sample in its registers.
-
-    Otherwise the vectors go through memory, to the stock cross.
-    """
-    return vectors <= MOST_VECTORS and vectors * width <= MOST_ELEMENTS
 
 
 def _path(tables: list[Tensor], ids: Tensor, offsets: Tensor, dense: Tensor | None, *options: Any) -> str:

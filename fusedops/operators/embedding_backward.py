@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +73,10 @@ def _check(
             )
     if vectors is not None and vectors.dtype not in (grad.dtype, computing_dtype(grad.dtype)):
         raise TypeError(f"{operator}: vectors is {vectors.dtype}, grad is {grad.dtype}; they must be of one dtype")
+    if vectors is not None and vectors.device != grad.device:
+        raise ValueError(
+            f"{operator}: vectors is on {vectors.device}, grad on {grad.device}; they must be on one device"
+        )
     given = {"order": order, "bags": bags, "segments": segments, "counts": counts}
     for name, tensor in given.items():
         if tensor is None and (count > 0 or needs_weights):
@@ -94,6 +99,24 @@ def vector_width(
     if cross != "dot":
         return grad.shape[-1]
     return vectors.shape[-1] if vectors is not None else tables[0].shape[1]
+
+
+MOST_VECTORS, MOST_ELEMENTS = 128, 2**14
+
+
+def fused_cross(vectors: int, width: int) -> bool:
+    """Whether a GPU takes the cross, or its gradient, in one kernel, with all vectors of a sample in registers.
+
+    Otherwise the vectors go through memory, to the stock cross.
+    """
+    return vectors <= MOST_VECTORS and vectors * width <= MOST_ELEMENTS
+
+
+def _path(grad: Tensor, tables: list[Tensor], *options: Any) -> str:
+    vectors, feature_tables, (cross, has_dense) = options[4], options[11], options[15:17]
+    n = len(feature_tables) + has_dense
+    fused = cross == "none" or fused_cross(n, vector_width(grad, tables, vectors, n, has_dense, cross))
+    return "triton" if fused else "cublas+triton"
 
 
 def empty_outputs(
@@ -378,7 +401,7 @@ embedding_aggregation_backward_operator = register(
     check=_check,
     shape=_shape,
     cpu=_cpu,
-    kernel=Kernel("embedding_backward", "embedding_aggregation_backward"),
+    kernel=Kernel("embedding_backward", "embedding_aggregation_backward", _path),
     reference=_reference,
     samples=_samples,
     cost=_cost,

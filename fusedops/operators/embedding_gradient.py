@@ -94,7 +94,8 @@ def _gradients(ctx: Any, grad: Tensor) -> _Gradients:
 def _dense(ctx: Any, rows: Rows, row_grads: Tensor) -> Sequence[Tensor]:
     """Gradients of whole tables. What stands behind the last row touched is zero, and is added somewhere."""
     count, device = row_grads.shape[0], row_grads.device
-    first = torch.tensor(first_keys(ctx.table_rows)[:-1], device=device)
+    # Made on the device: a CUDA graph that is captured here could not copy it there.
+    first = torch.cat([torch.full((1,), key, device=device) for key in first_keys(ctx.table_rows)[:-1]])
     table = torch.searchsorted(rows.starts[1:], torch.arange(count, device=device), right=True)
     keys = first[table.clamp(max=len(ctx.table_rows) - 1)] + rows.rows[:count]
     whole = row_grads.new_zeros((sum(ctx.table_rows), row_grads.shape[1]))
