@@ -17,6 +17,8 @@ KEY = "resume"
 DIRECTORY_KEY = "hydra.run.dir"
 CHANGEABLE = ("train.checkpoint_every", "train.timing_rounds", "tracker", "profile")
 """Keys, and groups of keys, that a resumed run may set anew: none changes what is trained."""
+STUDY = ("equivalence", "equivalence_margin")
+"""Keys that a resumed study may set anew besides: pairs are added, or judged by another margin."""
 
 
 def arguments(command_line: Sequence[str]) -> list[str]:
@@ -61,12 +63,17 @@ def settled(resolved: Mapping[str, Any]) -> dict[str, Any]:
 def check(directory: Path, resolved: Mapping[str, Any]) -> None:
     """Raise ConfigError naming each key whose value is not that of the run in this directory."""
     saved: Any = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
-    different = differences(settled(saved), settled(resolved))
+    begun, asked = settled(saved), settled(resolved)
+    allowed = CHANGEABLE
+    if begun.get("equivalence") and asked.get("equivalence"):
+        allowed += STUDY
+        for key in STUDY:
+            begun.pop(key, None)
+            asked.pop(key, None)
+    different = differences(begun, asked)
     if different:
-        allowed = ", ".join(CHANGEABLE)
-        raise ConfigError(
-            "\n".join([f"{KEY}={directory}: a resumed run trains what it began; may be changed: {allowed}", *different])
-        )
+        begins = f"{KEY}={directory}: a resumed run trains what it began; may be changed: {', '.join(allowed)}"
+        raise ConfigError("\n".join([begins, *different]))
 
 
 def _key(override: str) -> str:

@@ -89,7 +89,7 @@ def test_equivalence_from_the_command_line_goes_on_in_the_same_directory(monkeyp
     overrides = [*SMALL, "tracker=none", f"hydra.run.dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["train.py", *overrides, "equivalence=1"])
     assert train.main() == 0
-    done = run("train.py", *overrides, "equivalence=2")
+    done = run("train.py", f"resume={tmp_path}", "equivalence=2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(": validation loss") == 3 and "seed 0," not in done.stdout
     summary = json.loads((tmp_path / "equivalence.json").read_text())

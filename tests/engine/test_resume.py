@@ -16,7 +16,7 @@ from rich.console import Console
 from safetensors.torch import load_model
 from torch import nn
 
-from engine import resume, timing
+from engine import report, resume, timing
 from engine.arms import operator_set
 from engine.checkpoint import load_weights, read
 from engine.comparison import Comparison
@@ -434,3 +434,16 @@ def test_a_phase_of_lbfgs_goes_on_as_it_would_have(tmp_path):
 def test_what_may_change_is_no_part_of_what_a_checkpoint_depends_on():
     resolved = {"train": {"steps": 3, "checkpoint_every": 0, "timing_rounds": 9}, "tracker": {"mode": "offline"}}
     assert resume.settled({**resolved, "resume": "there", "profile": False}) == {"train": {"steps": 3}}
+
+
+def test_of_a_study_the_pairs_and_the_margin_may_change_and_a_plain_run_becomes_none(tmp_path):
+    study = {"train": {"steps": 3}, "equivalence": 2, "equivalence_margin": 0.01}
+    report.write_config(tmp_path, study)
+    resume.check(tmp_path, study | {"equivalence": 5, "equivalence_margin": 0.1})
+    with pytest.raises(ConfigError, match=r"may be changed: .*equivalence_margin\ntrain.steps: 3 in the run, 4 now"):
+        resume.check(tmp_path, study | {"equivalence": 5, "train": {"steps": 4}})
+    with pytest.raises(ConfigError, match="equivalence: 2 in the run, 0 now"):
+        resume.check(tmp_path, study | {"equivalence": 0})
+    report.write_config(tmp_path, study | {"equivalence": 0})
+    with pytest.raises(ConfigError, match="equivalence: 0 in the run, 2 now"):
+        resume.check(tmp_path, study)
