@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 from engine.loop import evaluate, train_arm
 from engine.progress import TrainingProgress
 from engine.signals import StopSignal
-from engine.step import Stepper
+from engine.step import Stepper, to_device
 from fusedops import optim
 from fusedops.slots import SLOTS
 from models.recommender import DATA, PRESETS, ClicksConfig, CriteoConfig, ModelConfig, MovieLensConfig, Task
@@ -46,13 +46,15 @@ def build(task: Task, name: str = "fused") -> nn.Module:
     return task.build({slot: SLOTS[slot].implementation(name).function for slot in task.slots})
 
 
-def train(task: Task, name: str, steps: int, **keys: Any) -> tuple[nn.Module, dict[str, float]]:
-    settings, model = TrainConfig(**{"grad_clip": 0.0} | keys), build(task, name)
-    stepper = Stepper(task, model, task.phases()[0], settings, CPU)
+def train(
+    task: Task, name: str, steps: int, device: torch.device = CPU, **keys: Any
+) -> tuple[nn.Module, dict[str, float]]:
+    settings, model = TrainConfig(**{"grad_clip": 0.0} | keys), build(task, name).to(device)
+    stepper = Stepper(task, model, task.phases()[0], settings, device)
     for step in range(steps):
         accumulation = settings.accumulation
-        stepper(*(task.batch(step * accumulation + i) for i in range(accumulation)))
-    return model, evaluate(task, model, settings, CPU, StopSignal())
+        stepper(*(to_device(task.batch(step * accumulation + i), device) for i in range(accumulation)))
+    return model, evaluate(task, model, settings, device, StopSignal())
 
 
 def test_the_package_exports_what_the_engine_looks_up() -> None:
@@ -131,6 +133,18 @@ def test_arms_train_alike(keys: dict[str, Any]) -> None:
     for (name, a), b in zip(fused.named_parameters(), native.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=name)
     assert ours["auc"] == pytest.approx(stock["auc"], abs=5e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "sparse_adam"])
+@pytest.mark.parametrize("network", ["dlrm", "deepfm"])
+def test_arms_train_alike_on_a_gpu(network: str, rule: str) -> None:
+    task = task_of({"network": network, "table_optimizer": rule, "hash": "mix64"})
+    device = torch.device("cuda")
+    (native, stock), (fused, ours) = (train(task, name, 6, device, grad_clip=0.05) for name in ("native", "fused"))
+    for (name, a), b in zip(fused.named_parameters(), native.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3, msg=name)
+    assert ours["auc"] == pytest.approx(stock["auc"], abs=2e-3)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
