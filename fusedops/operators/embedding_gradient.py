@@ -23,7 +23,38 @@ def setup(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> 
     ctx.leaves = [table if table.is_leaf else None for table in tables] if ctx.sparse else []
     # A look-up alone is linear in the tables: what they hold does not matter to its gradient, and may change.
     kept = tables if weights is not None or ctx.cross != "none" else []
-    ctx.save_for_backward(ids, offsets, dense, weights, outputs[1] if save_vectors else None, *kept)
+    found: Sequence[Tensor | None] = (None,) * _FOUND
+    if ctx.sparse and ids.is_cuda and any(table.requires_grad for table in tables):
+        found = _find_ahead(ctx, ids, offsets)
+    ctx.save_for_backward(ids, offsets, dense, weights, outputs[1] if save_vectors else None, *found, *kept)
+
+
+_FOUND = len(Rows._fields) + 1
+"""What `_find_ahead` gives."""
+
+
+def _find(ctx: Any, ids: Tensor, offsets: Tensor) -> Rows:
+    options = (ctx.table_rows, ctx.feature_tables, ctx.padding_index, ctx.hash, ctx.out_of_range)
+    return Rows(*embedding_rows_operator(ids, offsets, *options))
+
+
+def _find_ahead(ctx: Any, ids: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+    """The rows touched, and on the host where those of each table start: on their way while the forward pass goes on.
+
+    A sparse gradient's size must be known to the host. In the backward pass the host would wait for all that the GPU
+    has been given until then, and the GPU for the host next.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "embedding_aggregation: a CUDA graph cannot hold a sparse gradient of tables, whose size varies; allowed "
+            "while a graph is captured: sparse=False, or tables that require no gradient"
+        )
+    rows = _find(ctx, ids, offsets)
+    starts = torch.empty(rows.starts.shape, dtype=rows.starts.dtype, pin_memory=True)
+    starts.copy_(rows.starts, non_blocking=True)
+    ctx.ready = torch.cuda.Event()
+    ctx.ready.record(torch.cuda.current_stream(ids.device))
+    return *rows, starts
 
 
 def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
@@ -54,7 +85,8 @@ _Gradients = tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]
 
 
 def _differentiable_gradients(ctx: Any, grad: Tensor) -> _Gradients:
-    ids, offsets, dense, weights, _, *tables = ctx.saved_tensors
+    ids, offsets, dense, weights, _, *rest = ctx.saved_tensors
+    tables = rest[_FOUND:]
     of_all_rows, grad_dense, grad_weights = gradients_stock(
         grad, tables, ids, offsets, dense, weights, None, ctx.table_rows, ctx.feature_tables, ctx.pooling,
         ctx.padding_index, ctx.hash, ctx.cross, ctx.has_dense,
@@ -64,18 +96,18 @@ def _differentiable_gradients(ctx: Any, grad: Tensor) -> _Gradients:
 
 
 def _gradients(ctx: Any, grad: Tensor) -> _Gradients:
-    ids, offsets, dense, weights, vectors, *tables = ctx.saved_tensors
+    ids, offsets, dense, weights, vectors, *rest = ctx.saved_tensors
+    found, tables = rest[:_FOUND], rest[_FOUND:]
     needs_tables, needs_weights = any(ctx.needs[0]), ctx.needs[4]
-    rows, starts, count = None, [], 0
+    rows, count = None, 0
+    starts: list[int] = []
     if needs_tables or needs_weights:
-        rows = Rows(
-            *embedding_rows_operator(
-                ids, offsets, ctx.table_rows, ctx.feature_tables, ctx.padding_index, ctx.hash, ctx.out_of_range
-            )
-        )
+        rows = _find(ctx, ids, offsets) if found[0] is None else Rows(*found[:-1])
     if rows is not None and needs_tables:
         if ctx.sparse:
-            starts = rows.starts.tolist()
+            if found[0] is not None:
+                ctx.ready.synchronize()
+            starts = (rows.starts if found[0] is None else found[-1]).tolist()
             count = starts[-1]
         else:
             count = min(ids.numel(), sum(ctx.table_rows))
