@@ -64,7 +64,7 @@ def check(directory: Path, resolved: Mapping[str, Any]) -> None:
     """Raise ConfigError naming each key whose value is not that of the run in this directory."""
     saved: Any = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
     begun, asked = settled(saved), settled(resolved)
-    allowed = CHANGEABLE
+    allowed: tuple[str, ...] = CHANGEABLE
     if begun.get("equivalence") and asked.get("equivalence"):
         allowed += STUDY
         for key in STUDY:
