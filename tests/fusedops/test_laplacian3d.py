@@ -455,7 +455,9 @@ def test_bad_input_is_refused_by_name(change: dict[str, Any], error: type[Except
             fusedops.laplacian3d_adjoint(arguments.pop("u"), **arguments)
 
 
-@pytest.mark.parametrize("spacing", [np.float32(0.5), np.array([0.5, 0.5, 0.5]), iter((0.5, 0.5, 0.5))], ids=repr)
+@pytest.mark.parametrize(
+    "spacing", [np.float32(0.5), np.array([0.5, 0.5, 0.5]), iter((0.5, 0.5, 0.5))], ids=["number", "array", "iterator"]
+)
 def test_numbers_of_numpy_and_iterators_are_spacings(spacing: Any) -> None:
     u = torch.randn(5, 4, 6)
     torch.testing.assert_close(fusedops.laplacian3d(u, spacing), fusedops.laplacian3d(u, 0.5), rtol=0, atol=0)
