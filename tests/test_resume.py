@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -50,7 +51,9 @@ def run_main(monkeypatch, *overrides: str) -> int:
 
 def start(*overrides: str) -> subprocess.Popen[str]:
     command = [sys.executable, "train.py", *overrides]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # W&B's service of this process, named in the environment, would keep a run open whose process was killed.
+    own = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    return subprocess.Popen(command, cwd=ROOT, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for_step(process: subprocess.Popen[str], directory: Path, step: int) -> None:

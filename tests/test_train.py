@@ -151,11 +151,9 @@ def test_a_full_disk_ends_the_run_with_a_line(monkeypatch, capfd, tmp_path):
     assert error[-1].startswith("the run stopped: ") and "No space left" in error[-1] and len(error) <= 2
 
 
-@pytest.mark.parametrize(
-    "overrides", [[f"model.vocab_size={10**15}"], [f"train.batch_size={10**15}", "train.steps=1"]], ids=str
-)
-def test_what_needs_too_much_memory_ends_with_a_line(monkeypatch, capfd, tmp_path, overrides):
+def test_what_needs_too_much_memory_ends_with_a_line(monkeypatch, capfd, tmp_path):
     """More than an address space holds, which is refused at once however much memory a system promises."""
+    overrides = [f"model.vocab_size={2**24}", f"model.d_model={2**24}"]
     assert run_main(monkeypatch, *SMALL, *overrides, "ops=native", "tracker=none", f"hydra.run.dir={tmp_path}") == 1
     error = capfd.readouterr().err.splitlines()
     assert "the run stopped: out of memory: " in error[-1] and len(error) <= 2

@@ -60,7 +60,19 @@ def test_without_embeddings_and_without_the_cross_auc_is_lost(tmp_path: Path) ->
 @pytest.mark.slow
 def test_movielens_beats_user_and_item_bias_on_both_arms(tmp_path: Path) -> None:
     """Of the copy in recbole's wheel, which is read where it is installed."""
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "w"), RECBOLE]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--retries",
+        "1",
+        "--no-deps",
+        "--target",
+        str(tmp_path / "w"),
+        RECBOLE,
+    ]
     done = subprocess.run(install, capture_output=True, text=True, timeout=300)
     if done.returncode != 0:
         pytest.skip(f"{RECBOLE} cannot be installed, which takes a network: {done.stderr.strip()[-200:]}")
