@@ -19,8 +19,8 @@ train: $(READY)
 
 # The second process runs the kernels themselves in Triton's interpreter, which must be chosen before Triton is imported.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n auto -m "not interpreter"
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PYTHON) -m pytest -n auto -m interpreter
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n auto --dist worksteal -m "not interpreter"
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PYTHON) -m pytest -n auto --dist worksteal -m interpreter
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

@@ -46,8 +46,8 @@ def test_the_default_run_learns_the_planted_model_on_both_arms(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_without_embeddings_and_without_the_cross_auc_is_lost(tmp_path: Path) -> None:
-    """Half of the default training is enough to see it."""
-    short = ["model=recommender", "ops=native", "train.steps=500", "train.timing_rounds=9"]
+    """A third of the default training is enough to see it."""
+    short = ["model=recommender", "ops=native", "train.steps=300", "train.timing_rounds=9"]
     found = {}
     for name, keys in (("whole", []), ("cross", ["model.cross=none"]), ("embeddings", ["model.embeddings=false"])):
         (arm,) = summary_of(tmp_path / name, *short, *keys)["arms"].values()
