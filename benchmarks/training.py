@@ -14,23 +14,35 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 EXPERIMENTS = ("transformer_d512", "transformer_d768")
+Keep = Callable[[Path, Path, str, str], Path]
+"""Copies what is published of a run directory into the results: of the experiment and command. Returns where."""
 KEPT = ("summary.json", "comparison.md", "loss.png", "throughput.png", "relative_l2.png", "solution-*.png")
 """Files of a run, some as patterns; those that a model does not have are none."""
 
 
 def main() -> int:
-    """Run the experiments one after the other. Returns 1 where one failed; the others are kept."""
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Train the experiments that the command line names."""
+    return run_experiments(__doc__.splitlines()[0], [], keep)
+
+
+def run_experiments(description: str, asked: list[str], keep: Keep) -> int:
+    """Run train.py with the overrides asked for, once for each experiment of the command line, and keep the files.
+
+    Returns 1 where one failed; the others are kept.
+    """
+    arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"default: {' '.join(EXPERIMENTS)}")
     arguments.add_argument("--out", type=Path, default=RESULTS, help="default: benchmarks/results")
     own, overrides = split_overrides(sys.argv[1:])
     options = arguments.parse_args(own)
-    failed = [name for name in options.experiments or EXPERIMENTS if not run(name, overrides, options.out)]
+    overrides = [*asked, "tracker=none", *overrides]
+    failed = [name for name in options.experiments or EXPERIMENTS if not run(name, overrides, options.out, keep)]
     for name in failed:
         print(f"{name} failed", file=sys.stderr)
     return 1 if failed else 0
@@ -44,9 +56,9 @@ def split_overrides(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:at], argv[at + 1 :]
 
 
-def run(experiment: str, overrides: list[str], results: Path) -> bool:
-    """Train one experiment and keep its files. Returns whether it succeeded."""
-    asked = ["train.py", f"experiment={experiment}", "tracker=none", *overrides]
+def run(experiment: str, overrides: list[str], results: Path, keep: Keep) -> bool:
+    """Run one experiment and keep its files. Returns whether it succeeded."""
+    asked = ["train.py", f"experiment={experiment}", *overrides]
     print(f"python {shlex.join(asked)}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, *asked, f"hydra.run.dir={directory}"]

@@ -41,7 +41,7 @@ from engine.arms import Arm
 from engine.comparison import Comparison, device_name
 from engine.compilation import compiling
 from engine.loop import matmul_precision
-from engine.report import Table, write_atomically
+from engine.report import Table, page, write_atomically
 from engine.signals import StopSignal
 from engine.slot_times import SlotProfile
 from engine.task import Phase
@@ -418,13 +418,5 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
 
 def markdown(summary: Mapping[str, Any]) -> str:
     """attribution.md."""
-    version = summary["versions"]
-    parts = [
-        f"# {summary['model']}: what each operator brings to {summary['arm']}",
-        f"{summary['device']}, {summary['precision']}, torch {version['torch']}, triton {version['triton']}, "
-        f"fusedops {version['fusedops']}, commit {version['git']}",
-        "\n".join(f"- {key}: {value}" for key, value in summary["description"].items()),
-    ]
-    for table in tables(summary):
-        parts += [f"## {table.title}", table.markdown()]
-    return "\n\n".join([*parts, *notes(summary)]) + "\n"
+    title = f"what each operator brings to {summary['arm']}"
+    return page(title, summary, summary["versions"]["git"], tables(summary), notes(summary))

@@ -31,7 +31,7 @@ from engine.compilation import compiling
 from engine.errors import ConfigError
 from engine.loop import matmul_precision, train_arm
 from engine.progress import TrainingProgress
-from engine.report import Table, write_atomically
+from engine.report import Table, page, write_atomically
 from engine.signals import StopSignal
 from engine.statistics import MeanInterval, mean_interval
 from engine.task import Task
@@ -350,15 +350,8 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
 
 def markdown(summary: Mapping[str, Any]) -> str:
     """equivalence.md."""
-    version = summary["versions"]
-    parts = [
-        f"# {summary['model']}: is {', '.join(summary['comparisons'])} equivalent to {summary['stock']}?",
-        f"{summary['device']}, {summary['precision']}, torch {version['torch']}, triton {version['triton']}, "
-        f"fusedops {version['fusedops']}, commit {', '.join(summary['commits'])}",
-    ]
-    for table in tables(summary):
-        parts += [f"## {table.title}", table.markdown()]
-    return "\n\n".join([*parts, *notes(summary)]) + "\n"
+    title = f"is {', '.join(summary['comparisons'])} equivalent to {summary['stock']}?"
+    return page(title, summary, ", ".join(summary["commits"]), tables(summary), notes(summary))
 
 
 def write(directory: Path, summary: Mapping[str, Any], name: str = "equivalence") -> None:

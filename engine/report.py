@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -332,15 +332,24 @@ def print_tables(console: Console, summary: Mapping[str, Any]) -> None:
         console.print(note)
 
 
-def markdown(summary: Mapping[str, Any]) -> str:
-    """The tables as comparison.md."""
+def page(
+    title: str, summary: Mapping[str, Any], commit: str | None, tables: Sequence[Table], notes: Sequence[str]
+) -> str:
+    """A Markdown page: what ran where, what was trained (a summary's description, if it has one), tables and notes."""
     version = summary["versions"]
     parts = [
-        f"# {summary['model']}: {' against '.join(reversed(summary['arms']))}",
+        f"# {summary['model']}: {title}",
         f"{summary['device']}, {summary['precision']}, torch {version['torch']}, triton {version['triton']}, "
-        f"fusedops {version['fusedops']}, commit {version['git']}",
-        "\n".join(f"- {key}: {value}" for key, value in summary["description"].items()),
+        f"fusedops {version['fusedops']}, commit {commit}",
     ]
-    for table in tables(summary):
+    if "description" in summary:
+        parts.append("\n".join(f"- {key}: {value}" for key, value in summary["description"].items()))
+    for table in tables:
         parts += [f"## {table.title}", table.markdown()]
-    return "\n\n".join([*parts, *notes(summary)]) + "\n"
+    return "\n\n".join([*parts, *notes]) + "\n"
+
+
+def markdown(summary: Mapping[str, Any]) -> str:
+    """The tables as comparison.md."""
+    title = " against ".join(reversed(summary["arms"]))
+    return page(title, summary, summary["versions"]["git"], tables(summary), notes(summary))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,6 +41,14 @@ class Phase:
     schedule: Callable[[int], float]
     closure: bool = False
     dtype: torch.dtype | None = None
+
+
+def warmup_cosine(step: int, steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
+    """The factor on learning rates: linear up over the warm-up, then a cosine down to min_lr_ratio at the last step."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 class Task(ABC):

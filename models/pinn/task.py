@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from engine.config import TrainConfig
 from engine.errors import ConfigError
-from engine.task import Batch, Phase, Task
+from engine.task import Batch, Phase, Task, warmup_cosine
 from fusedops.slots.laplacian import Grid, Points, laplacian_native
 from models.pinn import data, problems
 from models.pinn.config import ModelConfig, ProblemConfig
@@ -230,10 +229,7 @@ class PINNTask(Task):
         return [torch.optim.AdamW(groups, lr=self.learning_rate, fused=True)]
 
     def _schedule(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return warmup_cosine(step, self.steps, self.warmup_steps, self.min_lr_ratio)
 
     def flops_per_step(self) -> None:
         """None: the ways to take a Laplacian differ in their FLOPs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.config import TrainConfig
 from engine.errors import ConfigError, RunError
-from engine.task import Batch, Phase, StreamState, Task
+from engine.task import Batch, Phase, StreamState, Task, warmup_cosine
 from fusedops.slots.embedding import embedding_native, table_optimizers
 from models.recommender import data as clicks
 from models.recommender.config import ModelConfig
@@ -143,10 +142,7 @@ class RecommenderTask(Task):
         return optimizers
 
     def _schedule(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return warmup_cosine(step, self.steps, self.warmup_steps, self.min_lr_ratio)
 
     def flops_per_step(self) -> int:
         """6 a sample and weight of the perceptrons, and 6 a number of every pair's product.

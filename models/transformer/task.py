@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import RunError
-from engine.task import Batch, Phase, StreamState, Task
+from engine.task import Batch, Phase, StreamState, Task, warmup_cosine
 from models.transformer import data as text
 from models.transformer.config import FilesConfig, HubConfig, ModelConfig, StdlibConfig, slots_of
 from models.transformer.count_model import witten_bell
@@ -210,10 +210,7 @@ class TransformerTask(Task):
         return [torch.optim.AdamW(groups, lr=self.learning_rate, betas=BETAS, fused=True)]
 
     def _schedule(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return warmup_cosine(step, self.steps, self.warmup_steps, self.min_lr_ratio)
 
     def flops_per_step(self) -> int:
         """6 a token and weight of every product, and attention's own products, those above the diagonal left out.
