@@ -78,13 +78,13 @@ def pool_kernel(
         start, end = bag_range(offsets, bag, exists, features.to(tl.int64) * batch, ids_count, True)
         vectors = pooled(
             ids, weights, tl.load(fields + ADDRESS).to(tl.pointer_type(DTYPE)), tl.load(fields + ROWS),
-            tl.load(fields + RECIPROCAL), tl.load(fields + STRIDE), start, end, padding, columns, computing(DTYPE), D,
+            tl.load(fields + RECIPROCAL), tl.load(fields + STRIDE), start, end, padding, columns, DTYPE, D,
             HASH, HAS_PADDING, ERROR, HAS_WEIGHTS, MEAN, ALIGNED,
         )  # fmt: skip
         tl.store(target + (feature + HAS_DENSE) * D, vectors.to(out.dtype.element_ty), mask=mask)
     elif HAS_DENSE:
-        vectors = tl.load(dense + sample.to(tl.int64)[:, None] * D + columns[None, :], mask=mask)
-        tl.store(target, vectors.to(out.dtype.element_ty), mask=mask)
+        given = tl.load(dense + sample.to(tl.int64)[:, None] * D + columns[None, :], mask=mask)
+        tl.store(target, given.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def sample_vectors(
     rows = tl.load(fields + ROWS, mask=exists, other=1)
     vectors = pooled(
         ids, weights, table[:, None], rows, tl.load(fields + RECIPROCAL, mask=exists, other=0),
-        tl.load(fields + STRIDE, mask=exists, other=0), start, end, padding, columns, computing(DTYPE), D, HASH,
+        tl.load(fields + STRIDE, mask=exists, other=0), start, end, padding, columns, DTYPE, D, HASH,
         HAS_PADDING, ERROR, HAS_WEIGHTS, MEAN, ALIGNED,
     )  # fmt: skip
     if HAS_DENSE:
@@ -167,12 +167,6 @@ def cross_kernel(
         if HAS_DENSE:
             first = tl.load(dense + sample * D + columns, mask=columns < D)
             tl.store(base + columns, first, mask=columns < D)
-
-
-@triton.jit
-def computing(dtype: tl.constexpr):
-    """The dtype of sums."""
-    return tl.constexpr(tl.float64 if dtype == tl.float64 else tl.float32)
 
 
 def precision(dtype: torch.dtype) -> str:

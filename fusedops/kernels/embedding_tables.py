@@ -188,7 +188,7 @@ def pooled(
     end,
     padding,
     columns,
-    dtype: tl.constexpr,
+    DTYPE: tl.constexpr,
     D: tl.constexpr,
     HASH: tl.constexpr,
     HAS_PADDING: tl.constexpr,
@@ -200,8 +200,9 @@ def pooled(
     """The vectors of bags [BAGS, BLOCK_D]; table and what belongs to it: one for all bags, or one for each."""
     BAGS: tl.constexpr = start.shape[0]
     BLOCK_D: tl.constexpr = columns.shape[0]
+    computing: tl.constexpr = tl.float64 if tl.float64 == DTYPE else tl.float32
     length = end - start
-    total = tl.zeros((BAGS, BLOCK_D), dtype)
+    total = tl.zeros((BAGS, BLOCK_D), computing)
     count = tl.zeros((BAGS,), tl.int32)
     for i in range(0, tl.max(length, 0)):
         row, counts = look_up(ids, start + i, i < length, padding, rows, reciprocal, HASH, HAS_PADDING, ERROR)
@@ -212,5 +213,5 @@ def pooled(
         total += value
         count += counts.to(tl.int32)
     if MEAN:
-        total = total / tl.maximum(count, 1).to(dtype)[:, None]
+        total = total / tl.maximum(count, 1).to(computing)[:, None]
     return total

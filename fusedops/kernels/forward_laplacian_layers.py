@@ -110,7 +110,7 @@ def input_backward_kernel(
         x = load_computing(x_pointer, rows[None, :] * D + coordinates[:, None], x_mask)[:, :, None]
 
         value = tl.sum(x * weight, axis=0) + bias[None, :]
-        _, f1, f2, f3 = derivatives(value, ACTIVATION, grad_pointer.dtype.element_ty.primitive_bitwidth == 16)
+        _, f1, f2, f3 = derivatives(value, ACTIVATION, x_pointer.dtype.element_ty.primitive_bitwidth == 16)
         gz = f1 * grad_value + f2 * tl.sum(grad * weight, axis=0) + f3 * curvature * grad_laplacian
         gz = tl.where(mask, gz, 0.0)  # outside, infinities of the activation would meet zeros
         through = f1[None, :, :] * grad + (f2 * grad_laplacian)[None, :, :] * bending
@@ -253,6 +253,7 @@ def forward_laplacian_input_backward(
     blocks = ceil_div(units, columns)
     programs = min(ceil_div(PROGRAMS, blocks), ceil_div(points, rows))
     dtype, computing = _computing(x)
+    grad = grad.to(dtype)  # of half types, Triton 3.6 does not compile loads of three dimensions at every width
     partial = x.new_empty((programs, coordinates + 1, units), dtype=dtype)
     launch(
         input_backward_kernel,

@@ -11,7 +11,7 @@ CROSSES = ("none", "dot", "fm")
 def crossed_shape(batch: int, vectors: int, width: int, has_dense: bool, cross: str) -> tuple[int, ...]:
     """The shape of what `crossed` returns."""
     if cross == "dot":
-        return batch, width * has_dense + vectors * (vectors - 1) // 2
+        return batch, (width if has_dense else 0) + vectors * (vectors - 1) // 2
     return (batch, width) if cross == "fm" else (batch, vectors, width)
 
 

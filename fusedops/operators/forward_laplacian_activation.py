@@ -10,6 +10,7 @@ on each of the D + 2 channels alike; an activation f maps
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -186,6 +187,19 @@ def computed(function: Callable[..., Any], *args: Any) -> Any:
     return function(*(pointwise.computing(a) if isinstance(a, Tensor) else a for a in args))
 
 
+def promoted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function in the widest dtype of its tensors, as the operators promote, whatever autocast makes of sums."""
+
+    @functools.wraps(function)
+    def of_promoted(*args: Any) -> Any:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            return function(*(a.to(dtype) if isinstance(a, Tensor) else a for a in args))
+
+    return of_promoted
+
+
 def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Save all tensors; the last two inputs are the activation and the number of spatial coordinates."""
     *tensors, ctx.activation, ctx.spatial = inputs
@@ -238,7 +252,7 @@ forward_laplacian_activation_backward_operator: Operator = register(
     shape=lambda grad, z, bias, activation, spatial: z.new_empty(z.shape),
     cpu=_backward_cpu,
     kernel=Kernel("forward_laplacian_activation", "forward_laplacian_activation_backward"),
-    reference=activation_backward_stock,
+    reference=promoted(activation_backward_stock),
     samples=lambda device, dtype: _samples(device, dtype, 2),
     cost=lambda grad, z, bias, activation, spatial: _cost(3, z, 9),
     stock="the gradient of the forward Laplacian's formulas",
@@ -276,7 +290,7 @@ forward_laplacian_activation_operator = register(
     shape=lambda z, bias, activation, spatial: z.new_empty(z.shape),
     cpu=_cpu,
     kernel=Kernel("forward_laplacian_activation", "forward_laplacian_activation"),
-    reference=activation_stock,
+    reference=promoted(activation_stock),
     samples=lambda device, dtype: _samples(device, dtype, 1),
     cost=lambda z, bias, activation, spatial: _cost(2, z, 4),
     stock="the forward Laplacian's formulas",

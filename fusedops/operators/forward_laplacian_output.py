@@ -20,6 +20,7 @@ from fusedops.operators.forward_laplacian_activation import (
     computed,
     forward_laplacian_activation,
     forward_laplacian_activation_backward_operator,
+    promoted,
     setup,
     with_bias,
 )
@@ -107,7 +108,7 @@ forward_laplacian_output_backward_operator: Operator = register(
     ),
     cpu=_output_backward_cpu,
     kernel=Kernel("forward_laplacian_layers", "forward_laplacian_output_backward"),
-    reference=_output_backward_reference,
+    reference=promoted(_output_backward_reference),
     samples=lambda device, dtype: _output_samples(device, dtype, True),
     cost=lambda grad, z, bias, weight, activation, spatial: _output_cost(2, z, 18),
     stock="the gradient of the forward Laplacian's last layer",

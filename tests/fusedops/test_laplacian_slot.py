@@ -177,7 +177,12 @@ def test_errors_fall_with_the_order(name: str, order: int) -> None:
 def test_the_operator_computes_what_the_slices_do() -> None:
     grid = Grid((3, 5, 4, 6), (0.3, 0.1, 0.2, 0.15), (0.0,) * 4, order=4)
     network = Perceptron(4, 3, "gelu", Transform(boundary))
-    assert_equal_to(network, Points(grid.nodes(3, CPU, torch.float64), grid), "stencil", "stencil_native", 1e-12)
+    points = Points(grid.nodes(3, CPU, torch.float64), grid)
+    u, _, laplacian = call("stencil_native")(network, points)
+    # Both round sums of terms up to 4/3 of 2 |u| / h^2 an axis, and the Laplacian of a random network may be small.
+    terms = u.norm() * sum(8 / 3 / h**2 for h in grid.spacing[1:])
+    allowed = 8 * torch.finfo(torch.float64).eps * float((terms / laplacian.norm()).detach())
+    assert_equal_to(network, points, "stencil", "stencil_native", max(allowed, 1e-12))
 
 
 @pytest.mark.parametrize("spatial", [1, 2])
