@@ -83,7 +83,7 @@ def test_on_a_gpu_times_are_the_gpus(toy_task, compare, tmp_path):
     assert "fused: operators by GPU time" in shown and "fused: kernels by GPU time" in texts["fused"]
     assert any(event.get("cat") == "kernel" for event in traces["fused"])
     operators = texts["fused"].split("fused: kernels by GPU time")[0]
-    assert all(f"\n{operator} " in operators for operator in SILU_MUL)
+    assert all(f"\n{operator} " in operators for operator in SILU_MUL), texts["fused"]
 
 
 @pytest.mark.gpu
@@ -92,4 +92,5 @@ def test_of_cuda_graphs_kernels_come_first(toy_task, compare, tmp_path):
     comparison = compare(toy_task(), ("native",), train=TrainConfig(device="cuda"))
     comparison.arms = [compiled(operator_set("native", ("activation",)), CompileConfig("reduce_overhead"))]
     _, _, texts = profiled(comparison, tmp_path)
-    assert texts["native+reduce_overhead"].startswith("native+reduce_overhead: kernels by GPU time")
+    text = texts["native+reduce_overhead"]
+    assert text.startswith("native+reduce_overhead: kernels by GPU time"), text
