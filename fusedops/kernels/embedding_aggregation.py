@@ -75,7 +75,7 @@ def pool_kernel(
     if feature < features:
         fields = described + feature * FIELDS
         bag = feature.to(tl.int64) * batch + sample
-        start, end = bag_range(offsets, bag, exists, features.to(tl.int64) * batch, ids_count, True)
+        start, end = bag_range(offsets, bag, exists, tl.cast(features, tl.int64) * batch, ids_count, True)
         vectors = pooled(
             ids, weights, tl.load(fields + ADDRESS).to(tl.pointer_type(DTYPE)), tl.load(fields + ROWS),
             tl.load(fields + RECIPROCAL), tl.load(fields + STRIDE), start, end, padding, columns, DTYPE, D,
@@ -99,7 +99,7 @@ def sample_vectors(
     exists = (feature >= 0) & (feature < features)
     fields = described + feature * FIELDS
     bag = feature.to(tl.int64) * batch + sample
-    start, end = bag_range(offsets, bag, exists, features.to(tl.int64) * batch, ids_count, CHECK)
+    start, end = bag_range(offsets, bag, exists, tl.cast(features, tl.int64) * batch, ids_count, CHECK)
     table = tl.load(fields + ADDRESS, mask=exists, other=0).to(tl.pointer_type(DTYPE))
     rows = tl.load(fields + ROWS, mask=exists, other=1)
     vectors = pooled(
@@ -154,8 +154,8 @@ def cross_kernel(
         target = kept + (sample * n + i[:, None]) * D + columns[None, :]
         tl.store(target, vectors, mask=(i[:, None] < n) & (columns[None, :] < D))
     if CROSS == FM:
-        total = tl.sum(vectors, 0)
-        term = 0.5 * (total * total - tl.sum(vectors * vectors, 0))
+        # Not half of (sum v)^2 - sum v^2: contracted to multiply-adds, that leaves a rounding error of a single vector.
+        term = 0.5 * tl.sum(vectors * (tl.sum(vectors, 0)[None, :] - vectors), 0)
         tl.store(out + sample * D + columns, term.to(out.dtype.element_ty), mask=columns < D)
     else:
         base = out + sample * (D * HAS_DENSE + n * (n - 1) // 2)

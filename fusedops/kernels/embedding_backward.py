@@ -262,7 +262,7 @@ def weight_kernel(
     reciprocal = tl.load(fields + RECIPROCAL)
     stride = tl.load(fields + STRIDE)
     bag = feature.to(tl.int64) * batch + sample
-    start, end = bag_range(offsets, bag, exists, features.to(tl.int64) * batch, ids_count, False)
+    start, end = bag_range(offsets, bag, exists, tl.cast(features, tl.int64) * batch, ids_count, False)
     vector = sample * (features + skip) + feature + skip
     gradient = load_rows(source, vector * D, exists, columns, D, False)
     if MEAN:

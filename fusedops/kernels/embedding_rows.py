@@ -57,7 +57,7 @@ def key_kernel(
     reciprocal = tl.load(fields + RECIPROCAL)
     first_key = tl.load(fields + FIRST_KEY)
     bag = feature.to(tl.int64) * batch + sample
-    start, end = bag_range(offsets, bag, exists, features.to(tl.int64) * batch, ids_count, True)
+    start, end = bag_range(offsets, bag, exists, tl.cast(features, tl.int64) * batch, ids_count, True)
     length = end - start
     count = tl.zeros((BAGS,), tl.int64)
     for i in range(0, tl.max(length, 0)):

@@ -128,7 +128,8 @@ def _dense(ctx: Any, rows: Rows, row_grads: Tensor) -> Sequence[Tensor]:
     count, device = row_grads.shape[0], row_grads.device
     # Made on the device: a CUDA graph that is captured here could not copy it there.
     first = torch.cat([torch.full((1,), key, device=device) for key in first_keys(ctx.table_rows)[:-1]])
-    table = torch.searchsorted(rows.starts[1:], torch.arange(count, device=device), right=True)
+    # Of all starts: of a part of them, Inductor on a GPU (torch 2.11) reads the first ones.
+    table = torch.searchsorted(rows.starts, torch.arange(count, device=device), right=True) - 1
     keys = first[table.clamp(max=len(ctx.table_rows) - 1)] + rows.rows[:count]
     whole = row_grads.new_zeros((sum(ctx.table_rows), row_grads.shape[1]))
     return whole.index_add_(0, keys, row_grads).split(ctx.table_rows)
