@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import glob
 import gzip
-import tempfile
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.task import StreamState
+from models.parquet import opened, tables
 from models.recommender.data.lines import Malformed, number
 from models.recommender.data.source import Floats, Integers
 
@@ -236,50 +236,26 @@ def _parquet_blocks(
     file: Path, size: int, state: StreamState | None, label: str, malformed: Malformed
 ) -> Generator[tuple[Rows, StreamState], None, None]:
     done = 0 if state is None else state["row"]
-    for table in _arrow_tables(file, done, size):
-        names = (label, *DENSE, *CATEGORIES)
-        missing = [name for name in names if name not in table.column_names]
+    names = (label, *DENSE, *CATEGORIES)
+    with opened(file) as rows_of_file:
+        found = rows_of_file.schema_arrow.names
+        missing = [name for name in names if name not in found]
         if missing:
             hint = " (data.label)" if missing[0] == label else ""
-            raise ValueError(
-                f"{file}: there is no column {missing[0]}{hint}; there are {', '.join(table.column_names)}"
-            )
-        columns = []
-        for i, name in enumerate(names):
-            parse = _labels if i == 0 else _counts if i <= len(DENSE) else _hashes
-            columns.append((name, EXPECTED[parse], _arrow_cells(table.column(name), parse, f"{file}, column {name}")))
-        rows = _rows(columns, partial(_row_of, file, done + 1), malformed)
-        done += table.num_rows
-        yield rows, {"row": done}
+            raise ValueError(f"{file}: there is no column {missing[0]}{hint}; there are {', '.join(found)}")
+        for table in tables(rows_of_file, names, size, done):
+            columns = []
+            for i, name in enumerate(names):
+                parse = _labels if i == 0 else _counts if i <= len(DENSE) else _hashes
+                cells = _arrow_cells(table.column(name), parse, f"{file}, column {name}")
+                columns.append((name, EXPECTED[parse], cells))
+            rows = _rows(columns, partial(_row_of, file, done + 1), malformed)
+            done += table.num_rows
+            yield rows, {"row": done}
 
 
 def _row_of(file: Path, first: int, row: int) -> str:
     return f"{file}, row {first + row:,}"
-
-
-def _arrow_tables(file: Path, skipped: int, size: int) -> Iterator[Any]:
-    """Tables of `size` rows of a Parquet file, without its first ones."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"{file}: Parquet is read by the package datasets, which is not installed ({error}); text needs none"
-        ) from error
-    # A streamed file is read where it lies; the folder gets nothing but locks.
-    with tempfile.TemporaryDirectory(prefix="fusedops-data-") as folder:
-        try:
-            rows = datasets.load_dataset(
-                "parquet",
-                data_files=glob.escape(str(file.resolve())),
-                split="train",
-                streaming=True,
-                cache_dir=folder,
-            )
-            tables = rows.skip(skipped).with_format("arrow").iter(batch_size=size)
-            yield from tables
-        except (ValueError, OSError, datasets.exceptions.DatasetGenerationError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ValueError(f"{file}: cannot be read: {reason}") from error
 
 
 def _arrow_cells(column: Any, parse: Callable[[Sequence[bytes]], Cells], name: str) -> Cells:
@@ -288,7 +264,7 @@ def _arrow_cells(column: Any, parse: Callable[[Sequence[bytes]], Cells], name: s
 
     kind = column.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind):
-        return parse([b"" if text is None else text.encode() for text in column.to_pylist()])
+        return parse([text or b"" for text in column.cast(pa.large_binary()).to_pylist()])
     if not (pa.types.is_integer(kind) or (pa.types.is_floating(kind) and parse is not _hashes)):
         raise ValueError(f"{name}: is of type {kind}; must be integers{'' if parse is _hashes else ', floats'} or text")
     missing = column.is_null().to_numpy()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from models.parquet import opened, tables
 from models.transformer.data.tokens import Document, first_line
 
 TEXT, JSON_LINES, PARQUET = "text", "jsonl", "parquet"
@@ -26,6 +27,8 @@ EXTENSIONS: dict[str, tuple[str, ...]] = {
     PARQUET: (".parquet",),
 }
 """The kinds of file, and the extensions by which they are told."""
+ROWS_AT_ONCE = 64
+"""Of Parquet: texts may be long."""
 
 State = dict[str, Any]
 
@@ -135,6 +138,62 @@ class Rows:
         return {"row": self._row, "dataset": self._dataset.state_dict()}
 
 
+@dataclass
+class ParquetRows:
+    """The rows of a file of Parquet, each a document in one field, the only column that is read."""
+
+    path: Path
+    field: str
+    _row: int = 0
+
+    @property
+    def identity(self) -> str:
+        return identity_of(self.path)
+
+    def read(self, state: State | None) -> Generator[Document, None, None]:
+        """Raises ValueError, naming file and row, for a row without text in the field, and for what cannot be read."""
+        self._row = 0 if state is None else state["row"]
+        with opened(self.path) as file:
+            self._check(file)
+            for table in tables(file, [self.field], ROWS_AT_ONCE, self._row):
+                for value in table.column(self.field):
+                    self._row += 1
+                    place = f"{self.path}, row {self._row}"
+                    yield Document(place, self._text(value, place))
+
+    def _check(self, file: Any) -> None:
+        """Raise ValueError unless the file has rows, and text in the column."""
+        from pyarrow import types
+
+        names = file.schema_arrow.names
+        if self.field not in names:
+            raise ValueError(
+                f"{self.path}: cannot be read: there is no field {self.field!r} (data.field); "
+                f"there are {', '.join(names)}"
+            )
+        kind = file.schema_arrow.field(self.field).type
+        text = kind.value_type if types.is_dictionary(kind) else kind
+        if str(text) not in ("string", "large_string", "string_view"):
+            raise ValueError(
+                f"{self.path}: cannot be read: the field {self.field!r} (data.field) is of type {kind}; it must be text"
+            )
+        if not file.metadata.num_rows:
+            raise ValueError(f"{self.path}: cannot be read: the file has no rows")
+
+    def _text(self, value: Any, place: str) -> str:
+        try:
+            text: str | None = value.as_py()
+        except UnicodeDecodeError as error:
+            byte = f"byte {error.object[error.start]:#04x} at {error.start:,}"
+            raise ValueError(f"{place}: not UTF-8 text: {byte}") from error
+        if text is None:
+            raise ValueError(f"{place}: the field {self.field!r} (data.field) is missing; it must be text")
+        return text
+
+    def state(self) -> State:
+        return {"row": self._row}
+
+
 class Reader:
     """Goes through parts, from the beginning or from the state of another reader of the same parts."""
 
@@ -165,7 +224,7 @@ def library() -> Any:
         import datasets
     except ImportError as error:
         raise ValueError(
-            "JSON Lines, Parquet and data sets of the Hub are read by the package datasets, which is not installed "
+            "JSON Lines and data sets of the Hub are read by the package datasets, which is not installed "
             f"({error}); data=stdlib and files of plain text need none"
         ) from error
     # It would tell the Hub of each data set that is loaded, files on this machine too, and wait where there is none.
@@ -233,16 +292,15 @@ def file_parts(files: Sequence[tuple[Path, str]], field: str) -> list[Part]:
             raise ValueError(f"{file}: the file is empty")
         if kind == TEXT:
             parts.append(TextFile(file))
+        elif kind == PARQUET:
+            parts.append(ParquetRows(file, field))
         else:
-            parts.append(_rows_of(file, kind, field))
+            parts.append(_json_rows(file, field))
     return parts
 
 
-def _rows_of(file: Path, kind: str, field: str) -> Rows:
+def _json_rows(file: Path, field: str) -> Rows:
     datasets = library()
-    options: dict[str, Any] = {}
-    if kind == PARQUET:  # no other column is read, nor has to be one that `datasets` knows
-        options = {"columns": [field], "features": datasets.Features({field: datasets.Value("string")})}
 
     def load() -> Any:
         # What it would log is in the error that it raises.
@@ -250,36 +308,17 @@ def _rows_of(file: Path, kind: str, field: str) -> Rows:
         # A streamed file is read where it lies; the folder gets nothing but locks.
         with tempfile.TemporaryDirectory(prefix="fusedops-data-") as folder:
             try:
-                if kind == PARQUET:
-                    check_parquet(file, field)
                 return datasets.load_dataset(
-                    "json" if kind == JSON_LINES else "parquet",
+                    "json",
                     data_files=glob.escape(str(file.resolve())),
                     split="train",
                     streaming=True,
                     cache_dir=folder,
-                    **options,
                 )
             except (ValueError, OSError) as error:
                 raise ValueError(f"{file}: cannot be read: {first_line(error)}") from error
 
-    explain = (lambda: malformed_line(file)) if kind == JSON_LINES else lambda: None
-    return Rows(str(file), identity_of(file), field, load, explain)
-
-
-def check_parquet(file: Path, field: str) -> None:
-    """Raise ValueError unless a file of Parquet has rows, and text in this column of them."""
-    from pyarrow import parquet, types
-
-    schema = parquet.read_schema(file)
-    if field not in schema.names:
-        raise ValueError(f"there is no field {field!r} (data.field); there are {', '.join(schema.names)}")
-    kind = schema.field(field).type
-    text = kind.value_type if types.is_dictionary(kind) else kind
-    if str(text) not in ("string", "large_string", "string_view"):
-        raise ValueError(f"the field {field!r} (data.field) is of type {kind}; it must be text")
-    if not parquet.read_metadata(file).num_rows:
-        raise ValueError("the file has no rows")
+    return Rows(str(file), identity_of(file), field, load, lambda: malformed_line(file))
 
 
 def identity_of(file: Path) -> str:

@@ -50,7 +50,6 @@ def test_every_row_is_read_as_it_stands_in_the_file(kind, tmp_path, criteo_rows,
     rows = criteo_rows(83)
     rows[3][14:17] = ["f" * 16, "8" + "0" * 15, "0"] if kind != "parquet of integers" else ["1", "2", "0"]
     if kind.startswith("parquet"):
-        pytest.importorskip("datasets")
         path = write_parquet(tmp_path / "rows.parquet", rows, hexadecimal=kind == "parquet")
     else:
         path = write_tsv(tmp_path / "rows.tsv", rows)
@@ -79,7 +78,6 @@ def test_a_stream_goes_on_from_any_batch(kind, tmp_path, criteo_rows, write_tsv)
     for part in range(2):
         rows = criteo_rows(41)
         if kind == "parquet":
-            pytest.importorskip("datasets")
             write_parquet(tmp_path / f"{part}.parquet", rows)
         else:
             path = write_tsv(tmp_path / f"{part}.tsv", rows)
@@ -152,7 +150,6 @@ def test_a_malformed_line_is_named_or_counted(
 
 
 def test_a_malformed_row_of_parquet_is_named(tmp_path, criteo_rows) -> None:
-    pytest.importorskip("datasets")
     rows = criteo_rows(30)
     rows[8][0], rows[9][15] = "3", "nothing"
     path = write_parquet(tmp_path / "rows.parquet", rows)
@@ -162,6 +159,16 @@ def test_a_malformed_row_of_parquet_is_named(tmp_path, criteo_rows) -> None:
     assert "2 malformed lines skipped" in source.describe()
     with pytest.raises(ValueError, match=r"there is no column click \(data\.label\); there are label, I1"):
         stream_of(path, label="click")
+
+
+def test_a_category_of_parquet_that_is_not_utf8_is_named(tmp_path, criteo_rows) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = write_parquet(tmp_path / "rows.parquet", criteo_rows(3))
+    table = parquet.read_table(path)
+    texts = pa.array([b"1", b"b\xffd", None]).view(pa.string())
+    parquet.write_table(table.set_column(table.schema.get_field_index("C1"), "C1", texts), path)
+    with pytest.raises(ValueError, match=r"rows\.parquet, row 2: field C1: is 'bÿd'; must be at most 16 hexadecimal"):
+        stream_of(path)
 
 
 def test_what_is_not_there_is_named(tmp_path, criteo_rows, write_tsv, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,8 +195,8 @@ def test_what_is_not_there_is_named(tmp_path, criteo_rows, write_tsv, monkeypatc
     (tmp_path / "b.parquet").write_bytes(b"PAR1 not so")
     with pytest.raises(ValueError, match=r"b\.parquet: cannot be read"):
         stream_of(tmp_path / "b.parquet")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"b\.parquet: Parquet is read by the package datasets, which is not"):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"b\.parquet: Parquet is read by the package pyarrow, which is not"):
         stream_of(tmp_path / "b.parquet")
     assert stream_of(path, validation_fraction=0.5).validation_samples
 
