@@ -1,4 +1,4 @@
-"""Triton kernels of float32 products on the tensor cores, each as three of TF32 (Ootomo and Yokota 2022).
+"""A Triton kernel of float32 products on the tensor cores, each as three of TF32 (Ootomo and Yokota 2022).
 
 A float32 number is the sum of two TF32 numbers up to 2^-22 of it; of the four products the one of both small parts is
 left out. Sums are in float32. NaN and infinity propagate as in a float32 product: Triton drops the NaN of small parts.
@@ -14,10 +14,7 @@ from torch import Tensor
 
 from fusedops.kernels.launching import ceil_div, launch, next_power_of_2
 
-# Tiles: rows (of y, or a step along the rows), warps and stages. Columns and depth follow from the operands.
-PRODUCT = (64, 4, 3)
-PRODUCT_OF_ROWS = (32, 8, 2)
-SPLITS = 264  # programs that share the sum over the rows of a `product_of_rows`: two a multiprocessor of an H200
+PRODUCT = (64, 4, 3)  # rows of a tile, warps and stages; its columns follow from the operands
 
 
 @triton.jit
@@ -41,27 +38,6 @@ def product_kernel(
     tl.store(y_pointer + rows[:, None] * N + columns[None, :], accumulator, mask=mask)
 
 
-@triton.jit
-def product_of_rows_kernel(
-    g_pointer, a_pointer, partial_pointer, rows, M, N, splits, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr
-):  # fmt: skip
-    tiles_n = tl.cdiv(N, BN)
-    tiles = tl.cdiv(M, BM) * tiles_n
-    split = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    m = (tile // tiles_n) * BM + tl.arange(0, BM)
-    n = (tile % tiles_n) * BN + tl.arange(0, BN)
-    accumulator = tl.zeros((BM, BN), tl.float32)
-    for block in range(split, tl.cdiv(rows, BR), splits):
-        r = tl.full((), BR, tl.int64) * block + tl.arange(0, BR)
-        g = tl.load(g_pointer + r[:, None] * M + m[None, :], mask=(r < rows)[:, None] & (m < M)[None, :], other=0.0)
-        a = tl.load(a_pointer + r[:, None] * N + n[None, :], mask=(r < rows)[:, None] & (n < N)[None, :], other=0.0)
-        accumulator = tl.dot(tl.trans(g), a, accumulator, input_precision="tf32x3")
-    partial_pointer += split.to(tl.int64) * M * N
-    mask = (m < M)[:, None] & (n < N)[None, :]
-    tl.store(partial_pointer + m[:, None] * N + n[None, :], accumulator, mask=mask)
-
-
 def _block(size: int) -> int:
     return min(max(next_power_of_2(size), 16), 128)
 
@@ -75,16 +51,3 @@ def product(a: Tensor, weight: Tensor) -> Tensor:
     programs = ceil_div(m, rows) * ceil_div(n, columns)
     launch(product_kernel, programs, (a, weight, y), (m, n, k), warps, stages, BM=rows, BN=columns, BK=32)
     return y
-
-
-def product_of_rows(g: Tensor, a: Tensor) -> Tensor:
-    """g^T a; g: (R, M), a: (R, N), none of them 0; contiguous, float32. Deterministic."""
-    (rows, m), n = g.shape, a.shape[1]
-    bm, bn = _block(m), _block(n)
-    step, warps, stages = PRODUCT_OF_ROWS
-    tiles = ceil_div(m, bm) * ceil_div(n, bn)
-    splits = min(ceil_div(SPLITS, tiles), ceil_div(rows, step))
-    partial = g.new_empty((splits, m, n))
-    numbers = (rows, m, n, splits)
-    launch(product_of_rows_kernel, tiles * splits, (g, a, partial), numbers, warps, stages, BM=bm, BN=bn, BR=step)
-    return partial.sum(0)

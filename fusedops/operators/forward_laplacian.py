@@ -51,7 +51,7 @@ def forward_laplacian(
     how many coordinates, the first ones, take part in the Laplacian; all unless given.
     Returns a Jet: value (N,), gradient (N, D), Laplacian (N,). Differentiable with respect to parameters and points,
     any order. float32 products are rounded to TF32 only where `torch.backends.cuda.matmul` allows it; elsewhere a GPU
-    computes each as three of TF32, whose error is that of float32 for numbers from 1e-34 in size on.
+    computes those with a weight as three of TF32, whose error is that of float32 for numbers from 1e-34 in size on.
     Raises TypeError for another or a mixed dtype, ValueError for shapes, devices, an activation or a number of spatial
     coordinates other than these.
     """

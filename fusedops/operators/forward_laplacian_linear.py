@@ -36,10 +36,11 @@ MOST_COORDINATES = 16
 
 
 def triton_products(weight: Tensor) -> bool:
-    """Whether a GPU multiplies by Triton kernels, each float32 product as three of TF32, which keep float32's accuracy.
+    """Whether a GPU multiplies channels by a weight in a Triton kernel, each float32 product as three of TF32.
 
-    cuBLAS's float32 products run outside of the tensor cores. It computes the others: float64, half types, float32
-    where `torch.backends.cuda.matmul` allows TF32, and few units, which would leave a tile mostly empty.
+    These keep float32's accuracy; cuBLAS's float32 products run outside of the tensor cores. It computes the others:
+    float64, half types, float32 where `torch.backends.cuda.matmul` allows TF32, few units, which would leave a tile
+    mostly empty, and the weights' gradients.
     """
     return (
         weight.dtype == torch.float32
@@ -133,7 +134,7 @@ forward_laplacian_linear_backward_operator: Operator = register(
         weight.new_empty(weight.shape),
     ),
     cpu=_backward_cpu,
-    kernel=Kernel("forward_laplacian_linear", "forward_laplacian_linear_backward", _path),
+    kernel=Kernel("forward_laplacian_linear", "forward_laplacian_linear_backward", "cublas+triton"),
     reference=_backward_reference,
     samples=lambda device, dtype: _samples(device, dtype, True),
     cost=lambda grad, z, bias, weight, activation, spatial: _cost(z, weight, 2, 2),
@@ -303,7 +304,7 @@ forward_laplacian_input_linear_backward_operator: Operator = register(
         weight.new_empty(next_weight.shape),
     ),
     cpu=_input_backward_cpu,
-    kernel=Kernel("forward_laplacian_linear", "forward_laplacian_input_linear_backward", _path),
+    kernel=Kernel("forward_laplacian_linear", "forward_laplacian_input_linear_backward", "cublas+triton"),
     reference=_input_backward_reference,
     samples=lambda device, dtype: _input_samples(device, dtype, True),
     cost=lambda grad, x, weight, bias, next_weight, activation, spatial: _input_cost(x, next_weight, 2),

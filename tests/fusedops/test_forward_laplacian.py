@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import fusedops
+from fusedops.operators import forward_laplacian_linear as linear_module
 from fusedops.operators.forward_laplacian import Jet, forward_laplacian_stock
 from fusedops.operators.forward_laplacian_activation import forward_laplacian_activation
 from fusedops.operators.forward_laplacian_linear import MOST_COORDINATES
@@ -154,14 +155,24 @@ def test_programs_go_over_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 1, 1), (63, 37, 200), (500, 129, 17), (301, 64, 128)])
-def test_products(rows: int, inputs: int, outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Odd sizes, several tiles and splits; the interpreter's float32 products are NumPy's."""
+def test_products(rows: int, inputs: int, outputs: int) -> None:
+    """Odd sizes, several tiles; the interpreter's float32 products are NumPy's."""
     from fusedops.kernels import products
 
-    monkeypatch.setattr(products, "SPLITS", 5)
-    a, weight, g = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(rows, outputs)
+    a, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
     torch.testing.assert_close(products.product(a, weight), a @ weight.t(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(products.product_of_rows(g, a), g.t() @ a, rtol=1e-4, atol=1e-4)
+
+
+def test_paths_tell_whose_products_run() -> None:
+    """Channels times a weight are ours in float32 from 32 units on; gradients of weights are always cuBLAS's."""
+    z, x, wide, narrow = torch.rand(5, 4, 32), torch.rand(4, 3), torch.rand(32, 32), torch.rand(31, 32)
+    first, rest = torch.rand(32, 3), ("tanh", 3)
+    for weight, expected in ((wide, "triton"), (narrow, "cublas+triton"), (wide.double(), "cublas+triton")):
+        linear, of_input = (z, None, weight, *rest), (x, first, None, weight, *rest)
+        assert linear_module.forward_laplacian_linear_operator.kernel.path(*linear) == expected
+        assert linear_module.forward_laplacian_input_linear_operator.kernel.path(*of_input) == expected
+    assert linear_module.forward_laplacian_linear_backward_operator.kernel.path == "cublas+triton"
+    assert linear_module.forward_laplacian_input_linear_backward_operator.kernel.path == "cublas+triton"
 
 
 @pytest.mark.gpu
@@ -170,13 +181,9 @@ def test_products_have_the_error_of_float32() -> None:
     from fusedops.kernels import products
 
     for scale in (1.0, torch.logspace(-4, 4, 128, device="cuda")):
-        a, g = torch.tanh(torch.randn(100_003, 128, device="cuda")) * scale, torch.randn(100_003, 96, device="cuda")
-        weight = torch.randn(96, 128, device="cuda")
-        for ours, stock, exact in (
-            (products.product(a, weight), a @ weight.t(), a.double() @ weight.double().t()),
-            (products.product_of_rows(g, a), g.t() @ a, g.double().t() @ a.double()),
-        ):
-            assert error(ours, exact) < 2 * error(stock, exact)
+        a, weight = torch.tanh(torch.randn(100_003, 128, device="cuda")) * scale, torch.randn(96, 128, device="cuda")
+        exact = a.double() @ weight.double().t()
+        assert error(products.product(a, weight), exact) < 2 * error(a @ weight.t(), exact)
 
 
 @pytest.mark.gpu
