@@ -21,6 +21,8 @@ from engine.compilation import compiling
 from engine.loop import WARMUP_STEPS, matmul_precision
 from engine.operators import stderr_closed
 from engine.report import Table
+from fusedops.registration import NAMESPACE, function_name
+from fusedops.registry import OPERATORS
 
 STEPS = 3
 """Training steps in a trace."""
@@ -81,7 +83,7 @@ def profile_steps(step: Callable[[], object], device: torch.device, steps: int =
 def operator_tables(arm: Arm, profile: torch.profiler.profile, device: torch.device, steps: int = STEPS) -> list[Table]:
     """Operators by their own time, of the device where there is one, and on a GPU its kernels.
 
-    Kernels come first for an arm whose time is mostly that of CUDA graphs, in which no operator is called.
+    Kernels come first for an arm of CUDA graphs, in which no operator is called.
     """
     averages = [event for event in profile.key_averages() if not event.is_user_annotation]
     calls = [event for event in averages if event.device_type == DeviceType.CPU]
@@ -92,15 +94,21 @@ def operator_tables(arm: Arm, profile: torch.profiler.profile, device: torch.dev
         _table(f"{arm.name}: operators by GPU time", calls, "device", steps),
         _table(f"{arm.name}: kernels by GPU time", kernels, "device", steps),
     ]
-    attributed, whole = (sum(event.self_device_time_total for event in events) for events in (calls, kernels))
-    return tables if attributed > whole / 2 else tables[::-1]
+    return tables[::-1] if arm.compile_mode == "reduce_overhead" else tables
+
+
+_FUNCTIONS = {function_name(name): f"{NAMESPACE}::{name}" for name in OPERATORS}
+"""What runs inside of an operator of ours where its gradient is recorded, which takes the operator's own time."""
 
 
 def _table(title: str, events: Sequence[Any], clock: str, steps: int) -> Table:
     """The events by their own time on a clock, cpu or device: microseconds there, milliseconds a step here."""
+    inside = {_FUNCTIONS[event.key]: event for event in events if event.key in _FUNCTIONS}
+    events = [event for event in events if event.key not in _FUNCTIONS]
 
     def own(event: Any) -> float:
-        return getattr(event, f"self_{clock}_time_total")
+        parts = [event, inside[event.key]] if event.key in inside else [event]
+        return sum(getattr(part, f"self_{clock}_time_total") for part in parts)
 
     whole = sum(own(event) for event in events)
     rows: list[tuple[str, ...]] = [

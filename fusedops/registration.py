@@ -256,6 +256,11 @@ def _kernel_implementation(operator: Operator, complete: Callable[..., Any], whe
 # Gradients
 
 
+def function_name(operator: str) -> str:
+    """The name of the autograd.Function that an operator's gradient is recorded by, which profilers show."""
+    return "".join(part.capitalize() for part in operator.split("_"))
+
+
 def _autograd_kernel(operator: Operator, complete: Callable[..., Any]) -> Callable[..., Any]:
     """What runs at the Autograd key: records a node where a derivative may be asked for, then redispatches below it."""
     op, setup, name = operator.op, operator.setup, operator.name
@@ -302,7 +307,7 @@ def _autograd_kernel(operator: Operator, complete: Callable[..., Any]) -> Callab
             return jvp(_WithoutTangents(ctx), None, *tangents)
 
     def function(suffix: str, base: Any, forward: Callable[..., Any], jvp: Callable[..., Any]) -> Any:
-        title = "".join(part.capitalize() for part in name.split("_"))
+        title = function_name(name)
         methods = {"forward": forward, "backward": backward, "jvp": jvp}
         return type(title + suffix, (base,), {key: staticmethod(method) for key, method in methods.items()})
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from fusedops.kernels.launching import launch
 from fusedops.operators.laplacian3d import empty_output, margin
 
-NUM_WARPS = 8
+NUM_WARPS = 2  # of a tile of two rows, as read on an H200: larger tiles leave memory idle, taller ones too
 THREADS = 32 * NUM_WARPS
 VECTOR = 4  # neighbours along Z that a thread takes at once
-PROGRAMS = 2048  # enough for a large GPU: a march is cut until there are as many
+PROGRAMS = 16384  # a march is cut until there are as many, some 15 a multiprocessor at once
 LONGEST_MARCH = 8
 
 # What is read outside of the grid.
