@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from importlib import metadata
 
 # Inductor compiles in this process: a pool of workers has little to do here and may keep Python from ending.
@@ -24,6 +25,19 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where operators run: the CPU implementations, the kernels in the interpreter, the kernels on a GPU."""
     return torch.device(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def large_tiles() -> Iterator[None]:
+    """In the interpreter a program takes its time whatever its tile: few programs of large tiles."""
+    if not INTERPRETING:
+        yield
+        return
+    from fusedops.kernels import laplacian3d
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(laplacian3d, "THREADS", 256)
+        yield
 
 
 def interpreter_refused() -> bool:
