@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,14 @@ Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 NOT_NEGATIVE = ("lr", "lr_decay", "initial_accumulator_value", "eps")
 STOCK_ONLY = ("momentum", "nesterov", "weight_decay", "maximize")
 """Options of stock optimizers, off by default, that would touch rows without a gradient or that no rule here has."""
+
+
+class _Touched(NamedTuple):
+    """Tables of one device and dtype, and what `row_update_` takes beside them."""
+
+    tables: list[Tensor]
+    rows: list[Tensor]
+    row_grads: list[Tensor]
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -73,21 +81,26 @@ class RowOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for index, group in enumerate(self.param_groups):
-            alike: dict[Any, list[Tensor]] = {}
+            alike: dict[Any, _Touched] = {}
             for table in group["params"]:
-                if table.grad is None:
+                grad = table.grad
+                if grad is None:
                     continue
-                if not table.grad.is_sparse:
+                if not grad.is_sparse:
                     raise TypeError(
                         f"{type(self).__name__}: the gradient of a table of shape {tuple(table.shape)} in parameter "
                         f"group {index} is dense; allowed: sparse ones (torch.optim has the optimizers of others)"
                     )
-                alike.setdefault((table.device, table.dtype), []).append(table)
-            for tables in alike.values():
-                gradients = [table.grad.coalesce() for table in tables if table.grad is not None]
-                self._update(
-                    tables, [grad.indices()[0] for grad in gradients], [grad.values() for grad in gradients], group
-                )
+                grad = grad.coalesce()
+                kind = (table.device, table.dtype)
+                if kind not in alike:
+                    alike[kind] = _Touched([], [], [])
+                tables, rows, row_grads = alike[kind]
+                tables.append(table)
+                rows.append(grad._indices())
+                row_grads.append(grad._values())
+            for touched in alike.values():
+                self._update(*touched, group)
         return loss
 
     def _update(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedops.operators.checked_once import checked_once, kinds
 from fusedops.operators.embedding_bags import Located, bag_counts, batch_size, first_keys, locate
 from fusedops.operators.pointwise import computing
 from fusedops.registration import FLOATING
@@ -31,26 +33,10 @@ def check_tensors(operator: str, tables: Sequence[Tensor], ids: Tensor, weights:
     """Raise TypeError or ValueError unless tables (and weights of ids) are floating, of one dtype, width and device."""
     if not tables:
         raise ValueError(f"{operator}: tables is empty; there must be a table")
-    first = tables[0]
-    if first.dtype not in FLOATING:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
-        raise TypeError(f"{operator}: tables are {first.dtype}; allowed: {allowed}")
-    for i, table in enumerate(tables):
-        if table.dtype != first.dtype:
-            raise TypeError(
-                f"{operator}: tables[{i}] is {table.dtype}, tables[0] is {first.dtype}; they must be of one dtype"
-            )
-        if table.dim() != 2 or table.shape[1] < 1 or table.shape[1] != first.shape[-1]:
-            raise ValueError(
-                f"{operator}: tables[{i}] has shape {tuple(table.shape)}, tables[0] {tuple(first.shape)}; allowed: "
-                "(rows, D), of one D of at least 1"
-            )
-        if table.device != ids.device:
-            raise ValueError(
-                f"{operator}: tables[{i}] is on {table.device}, ids on {ids.device}; they must be on one device"
-            )
+    _check_tables(operator, kinds(tables), ids.device)
     if weights is None:
         return
+    first = tables[0]
     if weights.dtype != first.dtype:
         raise TypeError(f"{operator}: weights is {weights.dtype}, tables are {first.dtype}; they must be of one dtype")
     if weights.shape != ids.shape:
@@ -59,6 +45,28 @@ def check_tensors(operator: str, tables: Sequence[Tensor], ids: Tensor, weights:
         )
     if weights.device != ids.device:
         raise ValueError(f"{operator}: weights is on {weights.device}, ids on {ids.device}; they must be on one device")
+
+
+@checked_once
+def _check_tables(operator: str, tables: tuple[Any, ...], device_of_ids: torch.device) -> None:
+    first_dtype, _, first_shape = tables[0]
+    if first_dtype not in FLOATING:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
+        raise TypeError(f"{operator}: tables are {first_dtype}; allowed: {allowed}")
+    for i, (dtype, device, shape) in enumerate(tables):
+        if dtype != first_dtype:
+            raise TypeError(
+                f"{operator}: tables[{i}] is {dtype}, tables[0] is {first_dtype}; they must be of one dtype"
+            )
+        if len(shape) != 2 or shape[1] < 1 or shape[1] != first_shape[-1]:
+            raise ValueError(
+                f"{operator}: tables[{i}] has shape {tuple(shape)}, tables[0] {tuple(first_shape)}; allowed: "
+                "(rows, D), of one D of at least 1"
+            )
+        if device != device_of_ids:
+            raise ValueError(
+                f"{operator}: tables[{i}] is on {device}, ids on {device_of_ids}; they must be on one device"
+            )
 
 
 def vectors_of(pooled: Tensor, dense: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from fusedops.operators.checked_once import checked_once, kinds
 from fusedops.operators.pointwise import check_number, computing
 from fusedops.registration import FLOATING, Cost, Kernel, Sample, register
 
@@ -36,8 +37,8 @@ def row_update_(
 ) -> None:
     """Update the given rows of each table, and of its state, in place.
 
-    tables: T of them, [rows, D], of one dtype and device, each with its own D. rows: int64 [n] each, every row once
-    (grad._indices()[0] of a coalesced gradient); row_grads: [n, D] each, of the tables' dtype (grad._values()).
+    tables: T of them, [rows, D], of one dtype and device, each with its own D. rows: int64 [n] each, or [1, n] as the
+    indices of a coalesced gradient are, every row once; row_grads: [n, D] each, of the tables' dtype: its values.
     states: as many lists of T tensors as the rule has, of the tables' dtype or float32 (float64 of float64 tables).
     lr and step: for all tables, or one each; step counts a table's updates from 1.
 
@@ -105,51 +106,82 @@ def _check(
     ):
         if len(values) != count:
             raise ValueError(f"row_update_: {name} has {len(values)} entries; by rule {rule!r} it must have {count}")
-    first = tables[0]
-    if first.dtype not in FLOATING:
+    groups = (tables, states, second_states)
+    _check_tables(rule, *map(kinds, groups), *(tuple(map(Tensor.stride, group)) for group in groups))
+    # These are other ones at each step.
+    dtype, device = tables[0].dtype, tables[0].device
+    for i, (own, grad, table) in enumerate(zip(kinds(rows), kinds(row_grads), tables, strict=True)):
+        n = own[2][-1] if len(own[2]) else -1
+        if own[:2] != (torch.int64, device) or own[2] not in ((n,), (1, n)):
+            _refuse_rows(i, own, device)
+        if grad != (dtype, device, (n, table.shape[1])):
+            _refuse_gradients(i, grad, own, table, dtype, device)
+
+
+def _refuse_rows(i: int, rows: tuple[Any, ...], device: torch.device) -> NoReturn:
+    if rows[0] != torch.int64:
+        raise TypeError(f"row_update_: rows[{i}] is {rows[0]}; allowed: int64")
+    if rows[1] != device:
+        raise ValueError(f"row_update_: rows[{i}] is on {rows[1]}, tables[0] on {device}; they must be on one device")
+    raise ValueError(f"row_update_: rows[{i}] has shape {tuple(rows[2])}; allowed: (n,) and (1, n)")
+
+
+def _refuse_gradients(
+    i: int, grad: tuple[Any, ...], rows: tuple[Any, ...], table: Tensor, dtype: torch.dtype, device: torch.device
+) -> NoReturn:
+    _check_alike(f"row_grads[{i}]", grad, dtype, device)
+    raise ValueError(
+        f"row_update_: row_grads[{i}] has shape {tuple(grad[2])}, rows[{i}] {tuple(rows[2])} and tables[{i}] "
+        f"{tuple(table.shape)}; allowed: (n, D), (n,) and (rows, D)"
+    )
+
+
+@checked_once
+def _check_tables(
+    rule: str,
+    tables: tuple[Any, ...],
+    states: tuple[Any, ...],
+    second_states: tuple[Any, ...],
+    strides: tuple[Any, ...],
+    state_strides: tuple[Any, ...],
+    second_strides: tuple[Any, ...],
+) -> None:
+    first_dtype, first_device, _ = tables[0]
+    if first_dtype not in FLOATING:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
-        raise TypeError(f"row_update_: tables[0] is {first.dtype}; allowed: {allowed}")
+        raise TypeError(f"row_update_: tables[0] is {first_dtype}; allowed: {allowed}")
     for i, table in enumerate(tables):
-        _check_table(f"tables[{i}]", table, first)
-        if table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
+        _check_alike(f"tables[{i}]", table, first_dtype, first_device)
+        shape = table[2]
+        if len(shape) != 2 or (shape[1] > 1 and strides[i][1] != 1):
             raise ValueError(
-                f"row_update_: tables[{i}] has shape {tuple(table.shape)} and strides {table.stride()}; allowed: two "
+                f"row_update_: tables[{i}] has shape {tuple(shape)} and strides {strides[i]}; allowed: two "
                 "dimensions, the elements of a row side by side"
             )
-        _check_state(f"states[{i}]", states[i] if states else None, table, table.shape[: 1 if "row" in rule else 2])
-        _check_state(f"second_states[{i}]", second_states[i] if second_states else None, table, table.shape)
-        n = rows[i].shape[0] if rows[i].dim() == 1 else -1
-        if rows[i].dtype != torch.int64:
-            raise TypeError(f"row_update_: rows[{i}] is {rows[i].dtype}; allowed: int64")
-        if row_grads[i].shape != (n, table.shape[1]):
-            raise ValueError(
-                f"row_update_: row_grads[{i}] has shape {tuple(row_grads[i].shape)}, rows[{i}] {tuple(rows[i].shape)} "
-                f"and tables[{i}] {tuple(table.shape)}; allowed: (n, D), (n,) and (rows, D)"
-            )
-        _check_table(f"row_grads[{i}]", row_grads[i], first)
-        if rows[i].device != first.device:
-            raise ValueError(f"row_update_: rows[{i}] is on {rows[i].device}, tables[0] on {first.device}")
+        if states:
+            _check_state(f"states[{i}]", states[i], state_strides[i], table, shape[: 1 if "row" in rule else 2])
+        if second_states:
+            _check_state(f"second_states[{i}]", second_states[i], second_strides[i], table, shape)
 
 
-def _check_table(name: str, tensor: Tensor, first: Tensor) -> None:
-    if tensor.dtype != first.dtype:
-        raise TypeError(f"row_update_: {name} is {tensor.dtype}, tables[0] is {first.dtype}; they must be of one dtype")
-    if tensor.device != first.device:
+def _check_alike(name: str, tensor: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:
+    if tensor[0] != dtype:
+        raise TypeError(f"row_update_: {name} is {tensor[0]}, tables[0] is {dtype}; they must be of one dtype")
+    if tensor[1] != device:
+        raise ValueError(f"row_update_: {name} is on {tensor[1]}, tables[0] on {device}; they must be on one device")
+
+
+def _check_state(
+    name: str, state: tuple[Any, ...], strides: tuple[int, ...], table: tuple[Any, ...], allowed: torch.Size
+) -> None:
+    dtype, device, shape = state
+    if dtype not in (table[0], computing_dtype_of_state(table[0])):
+        raise TypeError(f"row_update_: {name} is {dtype}, its table {table[0]}; allowed: that, or float32")
+    if device != table[1]:
+        raise ValueError(f"row_update_: {name} is on {device}, its table on {table[1]}")
+    if shape != allowed or (len(shape) == 2 and shape[1] > 1 and strides[1] != 1):
         raise ValueError(
-            f"row_update_: {name} is on {tensor.device}, tables[0] on {first.device}; they must be on one device"
-        )
-
-
-def _check_state(name: str, state: Tensor | None, table: Tensor, shape: torch.Size) -> None:
-    if state is None:
-        return
-    if state.dtype not in (table.dtype, computing_dtype_of_state(table.dtype)):
-        raise TypeError(f"row_update_: {name} is {state.dtype}, its table {table.dtype}; allowed: that, or float32")
-    if state.device != table.device:
-        raise ValueError(f"row_update_: {name} is on {state.device}, its table on {table.device}")
-    if state.shape != shape or (state.dim() == 2 and state.shape[1] > 1 and state.stride(1) != 1):
-        raise ValueError(
-            f"row_update_: {name} has shape {tuple(state.shape)}, strides {state.stride()}; allowed: {tuple(shape)}, "
+            f"row_update_: {name} has shape {tuple(shape)}, strides {strides}; allowed: {tuple(allowed)}, "
             "the elements of a row side by side"
         )
 
@@ -208,7 +240,7 @@ def _update_rows(
     lr: Sequence[float],
     *numbers: float,
 ) -> None:
-    for i, (table, own) in enumerate(zip(tables, rows, strict=True)):
+    for i, (table, own) in enumerate(zip(tables, (own.reshape(-1) for own in rows), strict=True)):
         kept = [group[i] for group in (states, second_states) if group]
         old = [computing(state[own]) for state in kept]
         new, new_states = updated(rule, computing(table[own]), old, computing(row_grads[i]), lr[i], *numbers)
@@ -293,7 +325,7 @@ def _cost(
     elements = sum(grad.numel() for grad in row_grads)
     moved = 3 * elements * tables[0].itemsize + sum(own.nbytes for own in rows)
     for group in (states, second_states):
-        moved += sum(2 * len(own) * s[:1].numel() * s.itemsize for own, s in zip(rows, group, strict=False))
+        moved += sum(2 * own.numel() * s[:1].numel() * s.itemsize for own, s in zip(rows, group, strict=False))
     return Cost(flops=elements * {"sgd": 2, "adagrad": 6, "rowwise_adagrad": 5, "sparse_adam": 11}[rule], bytes=moved)
 
 
