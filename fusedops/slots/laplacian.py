@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedops.operators.forward_laplacian import Jet, forward_laplacian, forward_laplacian_stock
 from fusedops.operators.laplacian3d import laplacian3d
@@ -237,12 +238,26 @@ def _second_difference(u: Tensor, first_axis: int, axis: int, h: float, order: i
     return total / h**2
 
 
+_around: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The nodes of points' grids with their halo, beside the grid: training takes the same points at every step."""
+
+
+def _nodes_around(grid: Grid, spatial: int, x: Tensor) -> Tensor:
+    """The nodes x of a grid and the halo around them, remembered as long as x lives."""
+    if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return grid.nodes(spatial, x.device, x.dtype, grid.order // 2)
+    known = _around.get(x)
+    if known is None or known[0] != grid:
+        known = _around[x] = grid, grid.nodes(spatial, x.device, x.dtype, grid.order // 2)
+    return known[1]
+
+
 def _differences(
     network: Network, grid: Grid, x: Tensor, laplacian: Callable[[Tensor, tuple[float, ...]], Tensor]
 ) -> Jet:
     """laplacian: (u [others..., spatial..., a halo around the latter], spacing) -> the Laplacian without the halo."""
     halo, others = grid.order // 2, len(grid.shape) - network.spatial
-    u = network(grid.nodes(network.spatial, x.device, x.dtype, halo)).view([n + 2 * halo for n in grid.shape])
+    u = network(_nodes_around(grid, network.spatial, x)).view([n + 2 * halo for n in grid.shape])
     gradient = [_first_difference(u, axis, h, grid.order) for axis, h in enumerate(grid.spacing)]
     inside = u[tuple(slice(halo, n + halo) for n in grid.shape[:others])]
     return Jet(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedops.operators.smooth_activations import ACTIVATIONS
-from fusedops.slots import SLOTS
+from fusedops.slots import SLOTS, laplacian
 from fusedops.slots.laplacian import Grid, Jet, Points, Transform
 
 SLOT = SLOTS["laplacian"]
@@ -183,6 +184,23 @@ def test_the_operator_computes_what_the_slices_do() -> None:
     terms = u.norm() * sum(8 / 3 / h**2 for h in grid.spacing[1:])
     allowed = 8 * torch.finfo(torch.float64).eps * float((terms / laplacian.norm()).detach())
     assert_equal_to(network, points, "stencil", "stencil_native", max(allowed, 1e-12))
+
+
+@differences
+@torch.no_grad()  # a graph would keep the nodes
+def test_points_may_be_another_grids_next(name: str) -> None:
+    """The nodes around points are remembered: not beyond the grid that they were given with, nor beyond the points."""
+    network = Perceptron(3, 3)
+    grid = Grid((3, 4, 5), (0.1, 0.2, 0.3), (0.0, 0.5, 1.0))
+    x = grid.nodes(3, CPU, torch.float64)
+    first = call(name)(network, Points(x, grid))
+    other = Grid((3, 4, 5), (0.1, 0.2, 0.3), (0.0, 0.5, 1.0), order=4)
+    assert not torch.equal(call(name)(network, Points(x, other)).laplacian, first.laplacian)
+    for part, expected in zip(call(name)(network, Points(x, grid)), first, strict=True):
+        assert torch.equal(part, expected)
+    of_points = weakref.ref(laplacian._around[x][1])
+    del x
+    assert of_points() is None
 
 
 @pytest.mark.parametrize("spatial", [1, 2])
