@@ -195,7 +195,7 @@ def gather(
     hash: str,
     out_of_range: str,
 ) -> Gather:
-    tables = [with_unit_stride(table) for table in tables]
+    tables = with_unit_stride(tables)
     dense, weights = (None if t is None else t.contiguous() for t in (dense, weights))
     table_rows = [table.shape[0] for table in tables]
     width, features = tables[0].shape[1], len(feature_tables)
@@ -212,7 +212,7 @@ def gather(
         "HAS_WEIGHTS": weights is not None,
         "HAS_DENSE": int(dense is not None),
         "MEAN": pooling == "mean",
-        "ALIGNED": aligned(*tables, dense) and width * tables[0].itemsize % 16 == 0,
+        "ALIGNED": width * tables[0].itemsize % 16 == 0 and aligned(tables if dense is None else [*tables, dense]),
     }
     return Gather(tensors, numbers, constants, tables)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,34 +40,39 @@ _MOST = 1024  # tensors to remember
 _remembered: dict[tuple[object, ...], Tensor] = {}
 
 
-def with_unit_stride(table: Tensor) -> Tensor:
-    """`table`, or a copy of it where the elements of a row do not lie side by side."""
-    return table if table.stride(1) == 1 or table.shape[1] == 1 else table.contiguous()
+def with_unit_stride(tables: list[Tensor]) -> list[Tensor]:
+    """Tables of one width, those copied in which the elements of a row do not lie side by side."""
+    if tables[0].shape[1] == 1 or all(step == 1 for _, step in map(Tensor.stride, tables)):
+        return tables
+    return [table if table.stride(1) == 1 else table.contiguous() for table in tables]
 
 
 def describe(
     tables: Sequence[Tensor], table_rows: Sequence[int], feature_tables: Sequence[int], device: torch.device
 ) -> Tensor:
     """[features, FIELDS]: where each feature's table lies. tables: none, where only their rows matter."""
-    addresses = [table.data_ptr() for table in tables] or [0] * len(table_rows)
-    strides = [table.stride(0) for table in tables] or [0] * len(table_rows)
-    key = (device, *addresses, *strides, *table_rows, -1, *feature_tables)
-    first = first_keys(table_rows)
-    numbers = [(addresses[t], table_rows[t], reciprocal(table_rows[t]), strides[t], first[t]) for t in feature_tables]
-    return _on_device(key, numbers, device)
+    addresses = tuple(map(Tensor.data_ptr, tables)) or (0,) * len(table_rows)
+    strides = tuple(map(Tensor.stride, tables)) or ((0, 1),) * len(table_rows)
+
+    def numbers() -> list[tuple[int, ...]]:
+        first = first_keys(table_rows)
+        return [(addresses[t], table_rows[t], reciprocal(table_rows[t]), strides[t][0], first[t])
+                for t in feature_tables]  # fmt: skip
+
+    return on_device((addresses, strides, tuple(table_rows), tuple(feature_tables)), numbers, device)
 
 
 def first_keys_on(table_rows: Sequence[int], device: torch.device) -> Tensor:
     """`first_keys` on a device, int64 [tables + 1]."""
-    return _on_device((device, *table_rows), first_keys(table_rows), device)
+    return on_device(("first keys", *table_rows), lambda: first_keys(table_rows), device)
 
 
-def _on_device(key: tuple[object, ...], numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """Numbers (or rows of them) as an int64 tensor that no one writes to, remembered by `key`."""
-    known = _remembered.get(key)
+def on_device(key: tuple[object, ...], numbers: Callable[[], Sequence[Any]], device: torch.device) -> Tensor:
+    """Numbers (or rows of them) as an int64 tensor that no one writes to, remembered by a `key` that tells them."""
+    known = _remembered.get((device, key))
     if known is not None:
         return known
-    host = torch.tensor(numbers, dtype=torch.int64)
+    host = torch.tensor(numbers(), dtype=torch.int64)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # A graph cannot copy from this memory, and what it allocates is its own: it writes the numbers at each replay.
         written = torch.empty(host.shape, dtype=torch.int64, device=device)
@@ -76,16 +81,13 @@ def _on_device(key: tuple[object, ...], numbers: Sequence[Any], device: torch.de
         return written
     if len(_remembered) >= _MOST:
         _remembered.clear()
-    _remembered[key] = host.to(device)
-    return _remembered[key]
+    return _remembered.setdefault((device, key), host.to(device))
 
 
-def aligned(*tensors: Tensor | None) -> bool:
-    """Whether every row of every tensor begins at a multiple of 16 bytes."""
-    return all(
-        t is None or (t.data_ptr() % 16 == 0 and all(s * t.itemsize % 16 == 0 for s in t.stride()[:-1]))
-        for t in tensors
-    )
+def aligned(tables: Sequence[Tensor]) -> bool:
+    """Whether every row of every matrix, all of one dtype, begins at a multiple of 16 bytes."""
+    itemsize = tables[0].itemsize
+    return not any(table.data_ptr() % 16 or table.stride(0) * itemsize % 16 for table in tables)
 
 
 def block_of_width(width: int) -> int:

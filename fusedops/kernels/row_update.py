@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedops.kernels.embedding_tables import TYPES, aligned, block_of_width, to_computing
+from fusedops.kernels.embedding_tables import TYPES, aligned, block_of_width, on_device, to_computing
 from fusedops.kernels.launching import ceil_div, launch, next_power_of_2
 from fusedops.kernels.pointwise import scalar
 from fusedops.operators.row_update import STATES, check_rows
@@ -15,16 +19,24 @@ from fusedops.operators.row_update import STATES, check_rows
 RULES = {rule: i for i, rule in enumerate(STATES)}
 SGD, ADAGRAD, ROWWISE_ADAGRAD, SPARSE_ADAM = (tl.constexpr(i) for i in RULES.values())
 
-FIRST_PROGRAM, TABLE, TABLE_STRIDE, STATE, STATE_STRIDE, STATE2, STATE2_STRIDE = (tl.constexpr(i) for i in range(7))
-ROWS_POINTER, GRADS, COUNT, TABLE_ROWS, LR = (tl.constexpr(i) for i in range(7, 12))
-FIELDS = tl.constexpr(12)
-"""Of a table, all int64: its first program; addresses of its tensors and elements from row to row; how many rows are
-updated and how many it has; the bits of its float64 learning rate."""
+TABLE, TABLE_STRIDE, STATE, STATE_STRIDE, STATE2, STATE2_STRIDE, TABLE_ROWS = (tl.constexpr(i) for i in range(7))
+FIELDS = tl.constexpr(7)
+"""Of a table, int64: addresses of its tensors and elements from row to row, and its rows."""
+
+FIRST_PROGRAM, ROWS_POINTER, GRADS, COUNT, LR = (tl.constexpr(i) for i in range(5))
+"""Of a step, int64, one number a table each: its first program; addresses of the rows to update and of their gradients,
+and how many there are; the bits of the float64 learning rate."""
+
+ELEMENTS = 1024
+"""Elements of a table that a program updates."""
+ELEMENTS_A_WARP = 2048
+MOST_ROWS = 32
 
 
 @triton.jit
 def row_update_kernel(
     described,
+    steps,
     tables,
     eps: tl.float64,
     beta1: tl.float64,
@@ -41,20 +53,22 @@ def row_update_kernel(
 ):
     """ROWS of the rows of one table."""
     table = tl.arange(0, BLOCK_T)
-    first = tl.load(described + table * FIELDS + FIRST_PROGRAM, mask=table < tables, other=2**62)
-    fields = described + (tl.sum((first <= tl.program_id(0)).to(tl.int32)) - 1) * FIELDS
-    block = tl.program_id(0) - tl.load(fields + FIRST_PROGRAM)
+    first = tl.load(steps + FIRST_PROGRAM * tables + table, mask=table < tables, other=2**62)
+    own = tl.sum((first <= tl.program_id(0)).to(tl.int32)) - 1
+    fields = described + own * FIELDS
+    step = steps + own
+    block = tl.program_id(0) - tl.load(step + FIRST_PROGRAM * tables)
     place = block * ROWS + tl.arange(0, ROWS)
-    exists = place < tl.load(fields + COUNT)
-    row = tl.load(tl.load(fields + ROWS_POINTER).to(tl.pointer_type(tl.int64)) + place, mask=exists, other=0)
+    exists = place < tl.load(step + COUNT * tables)
+    row = tl.load(tl.load(step + ROWS_POINTER * tables).to(tl.pointer_type(tl.int64)) + place, mask=exists, other=0)
     there = (row >= 0) & (row < tl.load(fields + TABLE_ROWS))
     tl.device_assert(there | ~exists, "row_update_: a row is out of range")
     exists = exists & there
     columns = tl.arange(0, BLOCK_D)
     mask = exists[:, None] & (columns[None, :] < D)
-    lr = tl.load(fields + LR).to(tl.float64, bitcast=True)
+    lr = tl.load(step + LR * tables).to(tl.float64, bitcast=True)
 
-    grads = tl.load(fields + GRADS).to(tl.pointer_type(DTYPE)) + (place[:, None] * D + columns[None, :])
+    grads = tl.load(step + GRADS * tables).to(tl.pointer_type(DTYPE)) + (place[:, None] * D + columns[None, :])
     weights = tl.load(fields + TABLE).to(tl.pointer_type(DTYPE)) + (
         row[:, None] * tl.load(fields + TABLE_STRIDE) + columns[None, :]
     )
@@ -123,18 +137,15 @@ def row_update_(
     # One launch for tables of one width and kinds of state, which those of a model are.
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, table in enumerate(tables):
-        kinds = [group[i].dtype for group in (states, second_states) if group]
-        if rows[i].numel():
-            groups.setdefault((table.shape[1], *kinds), []).append(i)
-    for members in groups.values():
-        _launch(
-            *([group[i] for i in members] if group else [] for group in (tables, states, second_states)),
-            [rows[i].contiguous() for i in members],
-            [row_grads[i].contiguous() for i in members],
-            rule,
-            [lr[i] for i in members],
-            (eps, beta1, beta2),
+        groups.setdefault((table.shape[1], *(group[i].dtype for group in (states, second_states) if group)), []).append(
+            i
         )
+    for members in groups.values():
+        own = (
+            group if len(members) == len(tables) or not group else [group[i] for i in members]
+            for group in (tables, states, second_states, rows, row_grads, lr)
+        )
+        _launch(*own, rule, (eps, beta1, beta2))  # type: ignore[arg-type]
 
 
 def _launch(
@@ -143,28 +154,29 @@ def _launch(
     second_states: list[Tensor],
     rows: list[Tensor],
     row_grads: list[Tensor],
-    rule: str,
     lr: list[float],
+    rule: str,
     numbers: tuple[float, float, float],
 ) -> None:
-    width, device = tables[0].shape[1], tables[0].device
+    width, device, itemsize = tables[0].shape[1], tables[0].device, tables[0].itemsize
     block_d = block_of_width(width)
-    a_program = max(1, min(32, 1024 // block_d))
-    rates = torch.tensor(lr, dtype=torch.float64).view(torch.int64).tolist()
-    fields, programs = [], 0
-    for i, table in enumerate(tables):
-        described = [programs, table.data_ptr(), table.stride(0)]
-        for group in (states, second_states):
-            described += [group[i].data_ptr(), group[i].stride(0)] if group else [0, 0]
-        fields.append([*described, rows[i].data_ptr(), row_grads[i].data_ptr(), len(rows[i]), len(table), rates[i]])
-        programs += ceil_div(len(rows[i]), a_program)
-    matrices = [*tables, *row_grads, *(state for state in (*states, *second_states) if state.dim() == 2)]
+    a_program = max(1, min(MOST_ROWS, ELEMENTS // block_d))
+    rows, row_grads = [own.contiguous() for own in rows], [grad.contiguous() for grad in row_grads]
+    counts = list(map(Tensor.numel, rows))
+    *firsts, programs = accumulate((ceil_div(count, a_program) for count in counts), initial=0)
+    if not programs:
+        return
+    gradients = list(map(Tensor.data_ptr, row_grads))
+    steps = array("q", [*firsts, *map(Tensor.data_ptr, rows), *gradients, *counts])
+    steps.frombytes(array("d", lr).tobytes())
+    sent = _sent(steps, device)
+    described, tables_aligned = _describe(tables, states, second_states, device)
     launch(
         row_update_kernel,
         programs,
-        (_on_device(fields, device),),
+        (described, sent),
         (len(tables), *numbers),
-        max(1, block_d * a_program // 2048),
+        max(1, block_d * a_program // ELEMENTS_A_WARP),
         D=width,
         BLOCK_D=block_d,
         ROWS=a_program,
@@ -173,16 +185,37 @@ def _launch(
         DTYPE=TYPES[tables[0].dtype],
         STATE_DTYPE=TYPES[(states or tables)[0].dtype],
         STATE2_DTYPE=TYPES[(second_states or tables)[0].dtype],
-        ALIGNED=aligned(*matrices),
+        ALIGNED=tables_aligned and width * itemsize % 16 == 0 and not any(address % 16 for address in gradients),
         debug=True,
         sanitize_overflow=False,
     )
 
 
-def _on_device(fields: list[list[int]], device: torch.device) -> Tensor:
-    """The descriptions of tables; other ones at each step, so they go by a copy that no one waits for."""
+def _describe(
+    tables: list[Tensor], states: list[Tensor], second_states: list[Tensor], device: torch.device
+) -> tuple[Tensor, bool]:
+    """The tables' descriptions, [tables, FIELDS], and whether all their rows and those of their states are aligned."""
+    table_rows = tuple(table.shape[0] for table in tables)
+    groups = [group for group in (tables, states, second_states) if group]
+    addresses = tuple(tuple(map(Tensor.data_ptr, group)) for group in groups)
+    strides = tuple(tuple(map(Tensor.stride, group)) for group in groups)
+
+    def numbers() -> list[tuple[int, ...]]:
+        columns: list[Sequence[int]] = []
+        for own, steps in zip(addresses, strides, strict=True):
+            columns += [own, [step[0] for step in steps]]
+        columns += [(0,) * len(tables)] * (FIELDS.value - 1 - len(columns))
+        return list(zip(*columns, table_rows, strict=True))
+
+    matrices = [group for group, own in zip(groups, strides, strict=True) if len(own[0]) == 2]
+    return on_device((addresses, strides, table_rows), numbers, device), all(map(aligned, matrices))
+
+
+def _sent(steps: array[int], device: torch.device) -> Tensor:
+    """What describes a step, on the device; other numbers at each step, so they go by a copy that no one waits for."""
+    host = torch.frombuffer(steps, dtype=torch.int64)
     if device.type != "cuda":
-        return torch.tensor(fields, dtype=torch.int64)
+        return host
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("row_update_: a CUDA graph would repeat the update of the rows that it was captured with")
-    return torch.tensor(fields, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+    return host.pin_memory().to(device, non_blocking=True)

@@ -18,6 +18,11 @@ def kinds(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
     return tuple(map(_kind, tensors))
 
 
+def strides(tensors: Iterable[Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Of each tensor its strides."""
+    return tuple(map(Tensor.stride, tensors))
+
+
 def checked_once(check: Callable[..., None]) -> Callable[..., None]:
     """`check`, which depends on nothing but its arguments, for those that it has not passed yet."""
     passed: set[tuple[Any, ...]] = set()

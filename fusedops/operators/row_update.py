@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fusedops.operators.checked_once import checked_once, kinds
+from fusedops.operators.checked_once import checked_once, kinds, strides
 from fusedops.operators.pointwise import check_number, computing
 from fusedops.registration import FLOATING, Cost, Kernel, Sample, register
 
@@ -107,14 +107,16 @@ def _check(
         if len(values) != count:
             raise ValueError(f"row_update_: {name} has {len(values)} entries; by rule {rule!r} it must have {count}")
     groups = (tables, states, second_states)
-    _check_tables(rule, *map(kinds, groups), *(tuple(map(Tensor.stride, group)) for group in groups))
+    of_tables = kinds(tables)
+    _check_tables(rule, of_tables, kinds(states), kinds(second_states), *(strides(group) for group in groups))
     # These are other ones at each step.
-    dtype, device = tables[0].dtype, tables[0].device
-    for i, (own, grad, table) in enumerate(zip(kinds(rows), kinds(row_grads), tables, strict=True)):
-        n = own[2][-1] if len(own[2]) else -1
-        if own[:2] != (torch.int64, device) or own[2] not in ((n,), (1, n)):
+    dtype, device, _ = of_tables[0]
+    for i, (own, grad, (_, _, table)) in enumerate(zip(kinds(rows), kinds(row_grads), of_tables, strict=True)):
+        kind, place, shape = own
+        n = shape[-1] if len(shape) else -1
+        if kind != torch.int64 or place != device or (shape != (n,) and shape != (1, n)):
             _refuse_rows(i, own, device)
-        if grad != (dtype, device, (n, table.shape[1])):
+        if grad != (dtype, device, (n, table[1])):
             _refuse_gradients(i, grad, own, table, dtype, device)
 
 
@@ -127,12 +129,12 @@ def _refuse_rows(i: int, rows: tuple[Any, ...], device: torch.device) -> NoRetur
 
 
 def _refuse_gradients(
-    i: int, grad: tuple[Any, ...], rows: tuple[Any, ...], table: Tensor, dtype: torch.dtype, device: torch.device
+    i: int, grad: tuple[Any, ...], rows: tuple[Any, ...], table: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> NoReturn:
     _check_alike(f"row_grads[{i}]", grad, dtype, device)
     raise ValueError(
         f"row_update_: row_grads[{i}] has shape {tuple(grad[2])}, rows[{i}] {tuple(rows[2])} and tables[{i}] "
-        f"{tuple(table.shape)}; allowed: (n, D), (n,) and (rows, D)"
+        f"{tuple(table)}; allowed: (n, D), (n,) and (rows, D)"
     )
 
 
@@ -142,7 +144,7 @@ def _check_tables(
     tables: tuple[Any, ...],
     states: tuple[Any, ...],
     second_states: tuple[Any, ...],
-    strides: tuple[Any, ...],
+    table_strides: tuple[Any, ...],
     state_strides: tuple[Any, ...],
     second_strides: tuple[Any, ...],
 ) -> None:
@@ -153,9 +155,9 @@ def _check_tables(
     for i, table in enumerate(tables):
         _check_alike(f"tables[{i}]", table, first_dtype, first_device)
         shape = table[2]
-        if len(shape) != 2 or (shape[1] > 1 and strides[i][1] != 1):
+        if len(shape) != 2 or (shape[1] > 1 and table_strides[i][1] != 1):
             raise ValueError(
-                f"row_update_: tables[{i}] has shape {tuple(shape)} and strides {strides[i]}; allowed: two "
+                f"row_update_: tables[{i}] has shape {tuple(shape)} and strides {table_strides[i]}; allowed: two "
                 "dimensions, the elements of a row side by side"
             )
         if states:
@@ -172,16 +174,16 @@ def _check_alike(name: str, tensor: tuple[Any, ...], dtype: torch.dtype, device:
 
 
 def _check_state(
-    name: str, state: tuple[Any, ...], strides: tuple[int, ...], table: tuple[Any, ...], allowed: torch.Size
+    name: str, state: tuple[Any, ...], steps: tuple[int, ...], table: tuple[Any, ...], allowed: torch.Size
 ) -> None:
     dtype, device, shape = state
     if dtype not in (table[0], computing_dtype_of_state(table[0])):
         raise TypeError(f"row_update_: {name} is {dtype}, its table {table[0]}; allowed: that, or float32")
     if device != table[1]:
         raise ValueError(f"row_update_: {name} is on {device}, its table on {table[1]}")
-    if shape != allowed or (len(shape) == 2 and shape[1] > 1 and strides[1] != 1):
+    if shape != allowed or (len(shape) == 2 and shape[1] > 1 and steps[1] != 1):
         raise ValueError(
-            f"row_update_: {name} has shape {tuple(shape)}, strides {strides}; allowed: {tuple(allowed)}, "
+            f"row_update_: {name} has shape {tuple(shape)}, strides {steps}; allowed: {tuple(allowed)}, "
             "the elements of a row side by side"
         )
 
