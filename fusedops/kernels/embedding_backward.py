@@ -43,6 +43,10 @@ from fusedops.operators.embedding_pooling import computing_dtype
 
 CHUNK = 64
 TILE = 16  # ids of a long run that are read at once
+SEARCHES = 64  # chunks that a program finds the runs of
+RUN_ELEMENTS = 1024  # elements that a program of short runs sums
+RUN_ELEMENTS_A_WARP = 2048
+MOST_RUNS = 32
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,6 +162,22 @@ def run_kernel(
         )  # fmt: skip
     target = out + run[:, None] * D + columns[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=short[:, None] & (columns[None, :] < D))
+
+
+@triton.jit
+def chunk_run_kernel(segments, chunk_runs, chunks, runs, CHUNK: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """The run that the first id of each chunk belongs to; behind the last run `runs`, the one that there is not."""
+    chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = chunk < chunks
+    begin = chunk.to(tl.int64) * CHUNK
+    low = tl.zeros((BLOCK,), tl.int64)
+    high = low + runs + 1
+    for _ in range(STEPS):  # the last of segments[: runs + 1] that is not behind the chunk's begin
+        middle = (low + high) // 2
+        below = tl.load(segments + middle, mask=mask & (middle <= runs), other=2**62) <= begin
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+    tl.store(chunk_runs + chunk, low, mask=mask)
 
 
 @triton.jit
@@ -414,13 +434,13 @@ def _sum_runs(
         "MEAN": pooling == "mean",
         "ALIGNED": source.data_ptr() % 16 == 0 and width * source.itemsize % 16 == 0,
     }
-    a_program = max(1, min(32, 1024 // block_d))
+    a_program = max(1, min(MOST_RUNS, RUN_ELEMENTS // block_d))
     launch(
         run_kernel,
         ceil_div(runs, a_program),
         (*tensors, out),
         (runs, batch, vectors, skip),
-        max(1, block_d * a_program // 2048),
+        max(1, block_d * a_program // RUN_ELEMENTS_A_WARP),
         RUNS=a_program,
         DTYPE=dtype,
         **constants,
@@ -428,8 +448,17 @@ def _sum_runs(
     if n <= CHUNK:
         return
     chunks = ceil_div(n, CHUNK)
-    chunk_begins = torch.arange(0, n, CHUNK, device=out.device)
-    chunk_runs = torch.searchsorted(ids[0][: runs + 1], chunk_begins, right=True) - 1  # `runs` behind the last one
+    chunk_runs = order.new_empty(chunks)
+    launch(
+        chunk_run_kernel,
+        ceil_div(chunks, SEARCHES),
+        (ids[0], chunk_runs),
+        (chunks, runs),
+        SEARCHES // 32,
+        CHUNK=CHUNK,
+        STEPS=(runs + 1).bit_length(),
+        BLOCK=SEARCHES,
+    )
     parts = source.new_empty((2 * chunks, width), dtype=computing_dtype(source.dtype))
     tile = max(1, min(TILE, 4096 // block_d))
     warps = max(1, block_d * tile // 1024)

@@ -138,32 +138,35 @@ def _dense(ctx: Any, rows: Rows, row_grads: Tensor) -> Sequence[Tensor]:
 def _sparse(ctx: Any, rows: Rows, starts: list[int], row_grads: Tensor) -> Sequence[Tensor | None]:
     """A coalesced gradient of each table that wants one, all of them parts of one memory."""
     counts, width = [end - begin for begin, end in pairwise(starts)], row_grads.shape[1]
-    indices = rows.rows[: starts[-1]][None].split(counts, 1)
+    indices = torch.split_with_sizes(rows.rows[: starts[-1]][None], counts, 1)
     gradients: list[Tensor | None] = []
     leaves = []
-    for table, (own, values) in enumerate(zip(indices, row_grads.split(counts), strict=True)):
-        if not ctx.needs[0][table]:
+    parts = zip(ctx.needs[0], ctx.leaves, ctx.table_rows, indices, row_grads.split_with_sizes(counts), strict=True)
+    for needed, leaf, count, own, values in parts:
+        if not needed:
             gradients.append(None)
             continue
-        size, leaf = (ctx.table_rows[table], width), ctx.leaves[table]
-        gradients.append(torch.sparse_coo_tensor(own, values, size, check_invariants=False, is_coalesced=True))
+        gradients.append(
+            torch.sparse_coo_tensor(own, values, (count, width), check_invariants=False, is_coalesced=True)
+        )
         if leaf is not None and leaf.grad is None:
-            leaves.append((leaf, values.detach()))
+            leaves.append((leaf, values.data_ptr()))
     if leaves:
-        _keep_coalesced(leaves)
+        _keep_coalesced(leaves, row_grads)
     return gradients
 
 
-def _keep_coalesced(leaves: list[tuple[Tensor, Tensor]]) -> None:
-    """Mark as coalesced, when this backward pass ends, the gradients of leaves that are the values given with them.
+def _keep_coalesced(leaves: list[tuple[Tensor, int]], row_grads: Tensor) -> None:
+    """Mark as coalesced, when this backward pass ends, the gradients of leaves whose values lie at these addresses.
 
-    Autograd stores a sparse gradient without its mark, and an optimizer would sort all of it again.
+    Autograd stores a sparse gradient without its mark, and an optimizer would sort all of it again. The addresses are
+    those of parts of row_grads, which until then nothing else can have.
     """
 
-    def mark() -> None:
-        for leaf, values in leaves:
+    def mark(row_grads: Tensor = row_grads) -> None:
+        for leaf, address in leaves:
             gradient = leaf.grad
-            if gradient is not None and gradient.is_sparse and gradient._values().data_ptr() == values.data_ptr():
+            if gradient is not None and gradient.is_sparse and gradient._values().data_ptr() == address:
                 gradient._coalesced_(True)
 
     torch.autograd.Variable._execution_engine.queue_callback(mark)
