@@ -14,6 +14,7 @@ A name is one of
     GPU/faults                       the same of its --faults
     GPU/attribution                  what benchmarks/attribution.py kept there
     GPU/pinn                         what benchmarks/pinn.py kept there
+    GPU/recommender                  what benchmarks/recommender.py kept there
     benchmark, training              short for the two of the GPU that the README shows
 """
 
@@ -192,6 +193,50 @@ def pinn_table(folder: Path) -> str:
     return "\n\n".join([_lines(rows), *dict.fromkeys(captions)])
 
 
+def recommender_table(folder: Path) -> str:
+    """Of each kind of tables and arm: the training step, the embedding step in it, memory; then what was learnt."""
+    summaries = _read(folder, "recommender")
+    if not summaries:
+        return _missing(f"{folder.name}/recommender")
+    learnt = summaries.pop("auc", None)
+    header = ["tables", "arm", "ms a step", "samples/s", "over the better stock [95 %]"]
+    rows = [[*header, "embedding step, ms", "over the better stock", "GB/s", "peak memory beyond the tables, MiB"]]
+    captions = []
+    for name, summary in summaries.items():
+        for arm, whole in summary["whole"]["arms"].items():
+            ratio, apart, memory = whole["ratio"], summary["embedding"]["arms"][arm], whole["peak_memory_bytes"]
+            rows.append(
+                [
+                    name,
+                    arm,
+                    f"{whole['ms']['value']:.2f}",
+                    f"{whole['samples_per_s']:,.0f}",
+                    f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]",
+                    f"{apart['ms']['value']:.2f}",
+                    f"{apart['ratio']['value']:.2f}",
+                    f"{apart['gb_per_s']:,.0f}",
+                    "-" if memory is None else f"{memory['beyond_tables'] / 2**20:,.0f}",
+                ]
+            )
+        work, conditions = summary["workload"], _conditions_of_fp32(summary)
+        captions.append(
+            f"{name}: 26 tables of {work['rows']:,} rows x {work['width']}, {work['ids_per_bag']} ids a bag, batch "
+            f"{work['batch']:,}; {conditions}. `{summary['command']}`."
+        )
+    parts = [_lines(rows), *captions]
+    if learnt is not None:
+        metrics = ("auc", "logloss")
+        lines = [["trained", *metrics]]
+        for name, found in (learnt["metrics"] | learnt["references"]).items():
+            lines.append([name, *(f"{found[metric]:.4f}" if metric in found else "-" for metric in metrics)])
+        conditions = _conditions_of_fp32(learnt)
+        parts += [
+            _lines(lines),
+            f"Fused minus native: {learnt['difference']:+.5f} AUC. {conditions}. `{learnt['command']}`.",
+        ]
+    return "\n\n".join(parts)
+
+
 def _read(folder: Path, prefix: str) -> dict[str, Any]:
     """The results of a kind in a folder, by experiment."""
     return {
@@ -206,12 +251,17 @@ def _conditions(summary: dict[str, Any], commits: list[str]) -> str:
     return ", ".join([summary["device"], summary["precision"], *found, *(f"commit {c[:12]}" for c in commits)])
 
 
+def _conditions_of_fp32(summary: dict[str, Any]) -> str:
+    return _conditions(summary | {"precision": "fp32"}, [summary["versions"]["git"] or "unknown"])
+
+
 FOLDER_TABLES: dict[str, Callable[[Path], str]] = {
     "training": training_table,
     "equivalence": equivalence_table,
     "faults": lambda folder: equivalence_table(folder, "faults"),
     "attribution": attribution_table,
     "pinn": pinn_table,
+    "recommender": recommender_table,
 }
 
 
