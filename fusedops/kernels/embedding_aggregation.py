@@ -23,6 +23,7 @@ from fusedops.kernels.embedding_tables import (
     block_of_width,
     describe,
     pooled,
+    pooled_by_tiles,
     to_computing,
     with_unit_stride,
 )
@@ -35,7 +36,15 @@ from fusedops.operators.embedding_pooling import computing_dtype
 
 CROSSES = {"none": 0, "dot": 1, "fm": 2}
 DOT, FM = (tl.constexpr(CROSSES[name]) for name in ("dot", "fm"))
+
 LANES = 32
+"""Bags that a program pools at most."""
+SHORT_ELEMENTS = 2048
+"""Elements of tables that a program reads at once."""
+LONG = 2
+"""Ids a bag, of all bags, above which several of them are looked up at once, and elements then."""
+LONG_IDS, LONG_ELEMENTS = 4, 2048
+ELEMENTS_A_WARP = 2048
 
 
 @triton.jit
@@ -53,6 +62,7 @@ def pool_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BAGS: tl.constexpr,
+    IDS: tl.constexpr,
     DTYPE: tl.constexpr,
     HASH: tl.constexpr,
     HAS_PADDING: tl.constexpr,
@@ -76,11 +86,20 @@ def pool_kernel(
         fields = described + feature * FIELDS
         bag = feature.to(tl.int64) * batch + sample
         start, end = bag_range(offsets, bag, exists, tl.cast(features, tl.int64) * batch, ids_count, True)
-        vectors = pooled(
-            ids, weights, tl.load(fields + ADDRESS).to(tl.pointer_type(DTYPE)), tl.load(fields + ROWS),
-            tl.load(fields + RECIPROCAL), tl.load(fields + STRIDE), start, end, padding, columns, DTYPE, D,
-            HASH, HAS_PADDING, ERROR, HAS_WEIGHTS, MEAN, ALIGNED,
-        )  # fmt: skip
+        table = tl.load(fields + ADDRESS).to(tl.pointer_type(DTYPE))
+        rows = tl.load(fields + ROWS)
+        reciprocal = tl.load(fields + RECIPROCAL)
+        stride = tl.load(fields + STRIDE)
+        if IDS == 1:
+            vectors = pooled(
+                ids, weights, table, rows, reciprocal, stride, start, end, padding, columns, DTYPE, D, HASH,
+                HAS_PADDING, ERROR, HAS_WEIGHTS, MEAN, ALIGNED,
+            )  # fmt: skip
+        else:
+            vectors = pooled_by_tiles(
+                ids, weights, table, rows, reciprocal, stride, start, end, padding, columns, DTYPE, D, IDS, HASH,
+                HAS_PADDING, ERROR, HAS_WEIGHTS, MEAN, ALIGNED,
+            )  # fmt: skip
         tl.store(target + (feature + HAS_DENSE) * D, vectors.to(out.dtype.element_ty), mask=mask)
     elif HAS_DENSE:
         given = tl.load(dense + sample.to(tl.int64)[:, None] * D + columns[None, :], mask=mask)
@@ -221,13 +240,23 @@ def launch_pool(out: Tensor, given: Gather) -> None:
     """Vectors [B, n, D] into `out`, which is contiguous."""
     constants = given.constants
     batch, features, ids_count, _ = given.numbers
-    # One warp a program: as many bags as keep its loads in flight, half of that where sums take registers too.
-    long = ids_count > 2 * batch * features
-    bags = max(1, min(LANES, (1024 if long else 2048) // constants["BLOCK_D"]))
+    # As many rows a program as keep its loads in flight.
+    at_once, elements = (LONG_IDS, LONG_ELEMENTS) if ids_count > LONG * batch * features else (1, SHORT_ELEMENTS)
+    bags = max(1, min(LANES, elements // (constants["BLOCK_D"] * at_once)))
     programs = ceil_div(batch, bags) * (features + constants["HAS_DENSE"])
-    warps = max(1, constants["BLOCK_D"] * bags // 2048)
+    warps = max(1, min(8, constants["BLOCK_D"] * bags * at_once // ELEMENTS_A_WARP))
     if programs:
-        launch(pool_kernel, programs, (*given.tensors, out), given.numbers, warps, BAGS=bags, **constants, **ASSERTING)
+        launch(
+            pool_kernel,
+            programs,
+            (*given.tensors, out),
+            given.numbers,
+            warps,
+            BAGS=bags,
+            IDS=at_once,
+            **constants,
+            **ASSERTING,
+        )
 
 
 def vectors_block(features: int, has_dense: bool) -> int:

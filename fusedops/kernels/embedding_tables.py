@@ -217,3 +217,51 @@ def pooled(
     if MEAN:
         total = total / tl.maximum(count, 1).to(computing)[:, None]
     return total
+
+
+@triton.jit
+def pooled_by_tiles(
+    ids,
+    weights,
+    table,
+    rows,
+    reciprocal,
+    stride,
+    start,
+    end,
+    padding,
+    columns,
+    DTYPE: tl.constexpr,
+    D: tl.constexpr,
+    IDS: tl.constexpr,
+    HASH: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
+    ERROR: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    MEAN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """As `pooled`, of one table, with IDS ids of each bag at once: each is hashed once, by a lane of its own."""
+    BAGS: tl.constexpr = start.shape[0]
+    BLOCK_D: tl.constexpr = columns.shape[0]
+    computing: tl.constexpr = tl.float64 if tl.float64 == DTYPE else tl.float32
+    total = tl.zeros((BAGS, BLOCK_D), computing)
+    count = tl.zeros((BAGS, IDS), tl.int32)
+    for i in range(0, tl.max(end - start, 0), IDS):
+        place = (start + i)[:, None] + tl.arange(0, IDS)[None, :]
+        row, counts = look_up(ids, place, place < end[:, None], padding, rows, reciprocal, HASH, HAS_PADDING, ERROR)
+        pointers = table + ((row * stride)[:, :, None] + columns[None, None, :])
+        if ALIGNED:
+            pointers = tl.multiple_of(pointers, [16, 16, 16])
+        mask = counts[:, :, None]
+        if D < BLOCK_D:
+            mask = mask & (columns[None, None, :] < D)
+        value = to_computing(tl.load(pointers, mask=mask, other=0.0))
+        if HAS_WEIGHTS:
+            weight = to_computing(tl.load(weights + place, mask=counts, other=0.0))
+            value = value * weight[:, :, None]
+        total += tl.sum(value, 1)
+        count += counts.to(tl.int32)
+    if MEAN:
+        total = total / tl.maximum(tl.sum(count, 1), 1).to(computing)[:, None]
+    return total
