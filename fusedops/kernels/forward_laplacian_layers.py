@@ -20,6 +20,12 @@ TILE = 1024  # points times units
 NUM_WARPS = 4
 PROGRAMS = 1024  # of a gradient: several a multiprocessor on every GPU
 
+# The first layer's gradient sums each tile over its rows: with all of them in one warp a sum stays inside a thread.
+ROWS_INPUT_BACKWARD = 4  # of COLUMNS_INPUT_BACKWARD units; more where a layer has fewer units
+COLUMNS_INPUT_BACKWARD = 128
+WARPS_INPUT_BACKWARD = 1
+PROGRAMS_INPUT_BACKWARD = 1584  # as many as an H200 runs at once
+
 
 @triton.jit
 def tile_of(tile, points, units, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -75,51 +81,70 @@ def input_kernel(
 def input_backward_kernel(
     grad_pointer, x_pointer, weight_pointer, bias_pointer, partial_pointer, points, units, programs,
     D: tl.constexpr, SPATIAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, COMPUTING: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, COORDINATES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Partial sums (programs, D + 1, units) of the gradients of the weight, a row a coordinate, and of the bias.
 
-    COORDINATES: the power of 2 from D up, so that all coordinates are one dimension of a tensor.
+    Sums over a tile's rows are taken at once, so that tiles and one row for each sum are all that registers hold.
     """
     blocks = tl.cdiv(units, COLUMNS)
     program = tl.program_id(0) // blocks
-    columns = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
-    coordinates = tl.arange(0, COORDINATES)
+    # A row of two dimensions is loaded as the tiles are, spread over threads alike; one of one dimension is not, and
+    # what is computed from it would be moved in every tile.
+    columns = ((tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     stride = tl.full((), 1, tl.int64) * points * units
 
-    weight_mask = (coordinates < D)[:, None] & (columns < units)[None, :]
-    weight = load_computing(weight_pointer, columns[None, :] * D + coordinates[:, None], weight_mask)[:, None, :]
-    bending = tl.where((coordinates < SPATIAL)[:, None, None], 2.0 * weight, 0.0)
-    curvature = tl.sum(bending * weight, axis=0) * 0.5
-    bias = tl.zeros((COLUMNS,), COMPUTING)
+    weights, sums = (), ()
+    curvature = tl.zeros((1, COLUMNS), COMPUTING)
+    for i in tl.static_range(D):
+        weight = load_computing(weight_pointer, columns * D + i, columns < units)
+        weights += (weight,)
+        sums += (tl.zeros((1, COLUMNS), COMPUTING),)
+        if i < SPATIAL:
+            curvature += weight * weight
+    bias = tl.zeros((1, COLUMNS), COMPUTING)
     if HAS_BIAS:
         bias += load_computing(bias_pointer, columns, columns < units)
 
-    dweight = tl.zeros((COORDINATES, ROWS, COLUMNS), COMPUTING)
-    dbias = tl.zeros((ROWS, COLUMNS), COMPUTING)
+    dbias = tl.zeros((1, COLUMNS), COMPUTING)
+    bending = tl.zeros((1, COLUMNS), COMPUTING)  # the sum of f'' times the gradient of the Laplacian
     for tile in range(program, tl.cdiv(points, ROWS), programs):
-        rows = tl.full((), ROWS, tl.int64) * tile + tl.arange(0, ROWS)
-        mask = (rows < points)[:, None] & (columns < units)[None, :]
-        offsets = rows[:, None] * units + columns[None, :]
-        grad_value = load_computing(grad_pointer, offsets, mask)
-        grad_laplacian = load_computing(grad_pointer, offsets + stride * (D + 1), mask)
-        along_mask = (coordinates < D)[:, None, None] & mask[None, :, :]
-        along_offsets = offsets[None, :, :] + (coordinates + 1).to(tl.int64)[:, None, None] * stride
-        grad = load_computing(grad_pointer, along_offsets, along_mask)
-        x_mask = (coordinates < D)[:, None] & (rows < points)[None, :]
-        x = load_computing(x_pointer, rows[None, :] * D + coordinates[:, None], x_mask)[:, :, None]
-
-        value = tl.sum(x * weight, axis=0) + bias[None, :]
+        first = tl.full((), ROWS, tl.int64) * tile
+        rows = tl.arange(0, ROWS)
+        exists = rows < points - first
+        mask = exists[:, None] & (columns < units)
+        offsets = rows[:, None] * units + columns
+        grad_pointers, x_pointers = grad_pointer + first * units, x_pointer + first * D
+        grad_value = load_computing(grad_pointers, offsets, mask)
+        grad_laplacian = load_computing(grad_pointers + stride * (D + 1), offsets, mask)
+        value = tl.zeros((ROWS, COLUMNS), COMPUTING) + bias
+        for i in tl.static_range(D):
+            value += load_computing(x_pointers, rows * D + i, exists)[:, None] * weights[i]
+        value = tl.where(mask, value, 0.0)  # outside, infinities would meet zeros, here and in gz
         _, f1, f2, f3 = derivatives(value, ACTIVATION, x_pointer.dtype.element_ty.primitive_bitwidth == 16)
-        gz = f1 * grad_value + f2 * tl.sum(grad * weight, axis=0) + f3 * curvature * grad_laplacian
-        gz = tl.where(mask, gz, 0.0)  # outside, infinities of the activation would meet zeros
-        through = f1[None, :, :] * grad + (f2 * grad_laplacian)[None, :, :] * bending
-        dweight += gz[None, :, :] * x + tl.where(mask[None, :, :], through, 0.0)
-        dbias += gz
 
-    partial_pointer += program.to(tl.int64) * (D + 1) * units + columns
-    tl.store(partial_pointer[None, :] + coordinates[:, None] * units, tl.sum(dweight, axis=1), mask=weight_mask)
-    tl.store(partial_pointer + D * units, tl.sum(dbias, axis=0), mask=columns < units)
+        along = tl.zeros((ROWS, COLUMNS), COMPUTING)
+        through = ()
+        for i in tl.static_range(D):
+            grad = load_computing(grad_pointers + stride * (i + 1), offsets, mask)
+            along += grad * weights[i]
+            through += (sums[i] + tl.sum(f1 * grad, axis=0, keep_dims=True),)
+        gz = f1 * grad_value + f2 * along + f3 * curvature * grad_laplacian
+        gz = tl.where(mask, gz, 0.0)
+        dbias += tl.sum(gz, axis=0, keep_dims=True)
+        bending += tl.sum(f2 * grad_laplacian, axis=0, keep_dims=True)
+        sums = ()
+        for i in tl.static_range(D):
+            x = load_computing(x_pointers, rows * D + i, exists)[:, None]
+            sums += (through[i] + tl.sum(gz * x, axis=0, keep_dims=True),)
+
+    partial_pointers = partial_pointer + program.to(tl.int64) * (D + 1) * units + columns
+    for i in tl.static_range(D):
+        dweight = sums[i]
+        if i < SPATIAL:
+            dweight += 2.0 * bending * weights[i]
+        tl.store(partial_pointers + i * units, dweight, mask=columns < units)
+    tl.store(partial_pointers + D * units, dbias, mask=columns < units)
 
 
 @triton.jit
@@ -247,20 +272,19 @@ def forward_laplacian_input_backward(
     (points, coordinates), units = x.shape, weight.shape[0]
     if not grad.numel():
         return weight.new_zeros(weight.shape), weight.new_zeros((units,))
-    padded = next_power_of_2(coordinates)
-    rows, columns = _tile(units, 128)
-    rows = max(4 * rows // padded, 1)  # a tile has `padded` derivatives, too
+    columns = min(next_power_of_2(units), COLUMNS_INPUT_BACKWARD)
+    rows = ROWS_INPUT_BACKWARD * max(COLUMNS_INPUT_BACKWARD // columns, 1)
+    rows = max(4 * rows // max(next_power_of_2(coordinates), 4), 1)  # a tile has as many derivatives as coordinates
     blocks = ceil_div(units, columns)
-    programs = min(ceil_div(PROGRAMS, blocks), ceil_div(points, rows))
+    programs = min(ceil_div(PROGRAMS_INPUT_BACKWARD, blocks), ceil_div(points, rows))
     dtype, computing = _computing(x)
-    grad = grad.to(dtype)  # of half types, Triton 3.6 does not compile loads of three dimensions at every width
     partial = x.new_empty((programs, coordinates + 1, units), dtype=dtype)
     launch(
         input_backward_kernel,
         programs * blocks,
         (*_contiguous(grad, x, weight, bias), partial),
         (points, units, programs),
-        NUM_WARPS,
+        WARPS_INPUT_BACKWARD,
         D=coordinates,
         SPATIAL=spatial,
         ACTIVATION=activation,
@@ -268,7 +292,6 @@ def forward_laplacian_input_backward(
         COMPUTING=computing,
         ROWS=rows,
         COLUMNS=columns,
-        COORDINATES=padded,
     )
     total = partial.sum(0)
     dweight, dbias = weight.new_empty(weight.shape), weight.new_empty((units,))

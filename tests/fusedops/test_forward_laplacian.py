@@ -146,6 +146,7 @@ def test_programs_go_over_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     from fusedops.kernels import forward_laplacian_layers as kernels
 
     monkeypatch.setattr(kernels, "PROGRAMS", 3)
+    monkeypatch.setattr(kernels, "PROGRAMS_INPUT_BACKWARD", 5)
     weights, biases = parameters((3, 200, 150, 1), torch.device("cpu"))
     x = torch.rand(101, 3, dtype=torch.float64)
     ours = everything(fusedops.forward_laplacian, x, weights, biases, "silu", 3)
