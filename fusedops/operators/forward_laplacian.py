@@ -14,13 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from fusedops.operators.forward_laplacian_activation import (
-    activation_stock,
-    check_like,
-    check_spatial,
-)
+from fusedops.operators.forward_laplacian_activation import check_like, check_spatial
 from fusedops.operators.forward_laplacian_linear import (
     MOST_COORDINATES,
     forward_laplacian_input_linear_operator,
@@ -29,7 +26,7 @@ from fusedops.operators.forward_laplacian_linear import (
 )
 from fusedops.operators.forward_laplacian_output import MOST_UNITS, forward_laplacian_output_operator
 from fusedops.operators.pointwise import check_floating
-from fusedops.operators.smooth_activations import check_activation
+from fusedops.operators.smooth_activations import check_activation, derivatives
 
 
 class Jet(NamedTuple):
@@ -76,18 +73,23 @@ def forward_laplacian(
 def forward_laplacian_stock(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str, spatial: int | None = None
 ) -> Jet:
-    """The same in stock PyTorch."""
+    """The same in stock PyTorch, so written that torch.compile fuses all between two products.
+
+    Value (N, W), derivatives (D, N, W) and Laplacian (N, W) of a layer stay apart: put together for one product, they
+    would be written once more, and kept for the backward pass beside what they were made of.
+    """
     spatial = _check(x, weights, biases, activation, spatial)
-    a = activation_stock(input_channels(x, weights[0]), biases[0], activation, spatial)
+    firsts = weights[0].t().unsqueeze(1)  # the same at all points, where the Laplacian is 0
+    f, f1, f2 = derivatives(activation, F.linear(x, weights[0], biases[0]), 3)
+    value, laplacian, firsts = f, f2 * firsts[:spatial].square().sum(0), f1 * firsts
     for weight, bias in zip(weights[1:-1], biases[1:-1], strict=True):
-        a = activation_stock(_product(a, weight), bias, activation, spatial)
-    return _jet(_product(a, weights[-1]).squeeze(-1), biases[-1])
-
-
-def _product(a: Tensor, weight: Tensor) -> Tensor:
-    """The channels (C, N, inputs) through a linear layer, one product for all."""
-    channels, points, units = a.shape
-    return (a.reshape(channels * points, units) @ weight.t()).view(channels, points, weight.shape[0])
+        value, firsts, laplacian = F.linear(value, weight, bias), firsts @ weight.t(), laplacian @ weight.t()
+        f, f1, f2 = derivatives(activation, value, 3)
+        laplacian = f2 * firsts[:spatial].square().sum(0) + f1 * laplacian
+        value, firsts = f, f1 * firsts
+    last = weights[-1][0]  # a vector, whose product with a matrix is fused, too
+    value = value @ last
+    return Jet(value if biases[-1] is None else value + biases[-1], (firsts @ last).t(), laplacian @ last)
 
 
 def _jet(out: Tensor, bias: Tensor | None) -> Jet:
