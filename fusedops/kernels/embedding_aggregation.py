@@ -45,6 +45,9 @@ LONG = 2
 """Ids a bag, of all bags, above which several of them are looked up at once, and elements then."""
 LONG_IDS, LONG_ELEMENTS = 4, 2048
 ELEMENTS_A_WARP = 2048
+CROSS_COLUMNS = 32
+"""Columns of a sample's vectors that are in registers at once, and elements of a tile that a warp has."""
+CROSS_ELEMENTS_A_WARP = 2048
 
 
 @triton.jit
@@ -107,13 +110,11 @@ def pool_kernel(
 
 
 @triton.jit
-def sample_vectors(
-    described, ids, offsets, weights, dense, sample, batch, features, ids_count, padding, columns,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, HASH: tl.constexpr, HAS_PADDING: tl.constexpr,
-    ERROR: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_DENSE: tl.constexpr, MEAN: tl.constexpr,
-    ALIGNED: tl.constexpr, CHECK: tl.constexpr,
+def sample_bags(
+    described, offsets, sample, batch, features, ids_count,
+    BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, HAS_DENSE: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """All vectors of one sample, [BLOCK_N, BLOCK_D]: the dense one, those of its bags, zeros."""
+    """Of each vector of a sample, [BLOCK_N]: where its bag begins and ends, its table, and what belongs to that."""
     feature = tl.arange(0, BLOCK_N) - HAS_DENSE
     exists = (feature >= 0) & (feature < features)
     fields = described + feature * FIELDS
@@ -121,14 +122,25 @@ def sample_vectors(
     start, end = bag_range(offsets, bag, exists, tl.cast(features, tl.int64) * batch, ids_count, CHECK)
     table = tl.load(fields + ADDRESS, mask=exists, other=0).to(tl.pointer_type(DTYPE))
     rows = tl.load(fields + ROWS, mask=exists, other=1)
+    reciprocal = tl.load(fields + RECIPROCAL, mask=exists, other=0)
+    return start, end, table, rows, reciprocal, tl.load(fields + STRIDE, mask=exists, other=0)
+
+
+@triton.jit
+def sample_vectors(
+    ids, weights, dense, start, end, table, rows, reciprocal, stride, sample, padding, columns,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, HASH: tl.constexpr, HAS_PADDING: tl.constexpr,
+    ERROR: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_DENSE: tl.constexpr, MEAN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """These columns of all vectors of a sample, [BLOCK_N, columns]: the dense one, those of its bags, zeros."""
     vectors = pooled(
-        ids, weights, table[:, None], rows, tl.load(fields + RECIPROCAL, mask=exists, other=0),
-        tl.load(fields + STRIDE, mask=exists, other=0), start, end, padding, columns, DTYPE, D, HASH,
+        ids, weights, table[:, None], rows, reciprocal, stride, start, end, padding, columns, DTYPE, D, HASH,
         HAS_PADDING, ERROR, HAS_WEIGHTS, MEAN, ALIGNED,
     )  # fmt: skip
     if HAS_DENSE:
         first = to_computing(tl.load(dense + sample * D + columns, mask=columns < D, other=0.0))
-        vectors = tl.where((feature == -1)[:, None], first[None, :], vectors)
+        vectors = tl.where((tl.arange(0, BLOCK_N) == 0)[:, None], first[None, :], vectors)
     return vectors
 
 
@@ -148,6 +160,7 @@ def cross_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     DTYPE: tl.constexpr,
     CROSS: tl.constexpr,
     HASH: tl.constexpr,
@@ -160,32 +173,38 @@ def cross_kernel(
     ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One sample: its vectors, and their cross while they are in registers."""
+    """One sample: its vectors, BLOCK_K columns at a time, and their cross while they are in registers."""
     sample = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK_D)
-    vectors = sample_vectors(
-        described, ids, offsets, weights, dense, sample, batch, features, ids_count, padding, columns, D, BLOCK_N,
-        DTYPE, HASH, HAS_PADDING, ERROR, HAS_WEIGHTS, HAS_DENSE, MEAN, ALIGNED, True,
-    )  # fmt: skip
+    start, end, table, rows, reciprocal, stride = sample_bags(
+        described, offsets, sample, batch, features, ids_count, BLOCK_N, DTYPE, HAS_DENSE, True
+    )
     n = features + HAS_DENSE
-    i = tl.arange(0, BLOCK_N)
-    if KEEP:
-        target = kept + (sample * n + i[:, None]) * D + columns[None, :]
-        tl.store(target, vectors, mask=(i[:, None] < n) & (columns[None, :] < D))
-    if CROSS == FM:
-        # Not half of (sum v)^2 - sum v^2: contracted to multiply-adds, that leaves a rounding error of a single vector.
-        term = 0.5 * tl.sum(vectors * (tl.sum(vectors, 0)[None, :] - vectors), 0)
-        tl.store(out + sample * D + columns, term.to(out.dtype.element_ty), mask=columns < D)
-    else:
-        base = out + sample * (D * HAS_DENSE + n * (n - 1) // 2)
-        products = tl.dot(vectors, tl.trans(vectors), input_precision=PRECISION, out_dtype=vectors.dtype)
-        j = i[None, :]
-        i = i[:, None]
+    i = tl.arange(0, BLOCK_N)[:, None]
+    base = out + sample * (D if CROSS == FM else D * HAS_DENSE + n * (n - 1) // 2)
+    products = tl.zeros((BLOCK_N, BLOCK_N), tl.float64 if tl.float64 == DTYPE else tl.float32)
+    for k in range(0, BLOCK_D, BLOCK_K):
+        columns = k + tl.arange(0, BLOCK_K)
+        vectors = sample_vectors(
+            ids, weights, dense, start, end, table, rows, reciprocal, stride, sample, padding, columns, D, BLOCK_N,
+            DTYPE, HASH, HAS_PADDING, ERROR, HAS_WEIGHTS, HAS_DENSE, MEAN, ALIGNED,
+        )  # fmt: skip
+        if KEEP:
+            target = kept + (sample * n + i) * D + columns[None, :]
+            tl.store(target, vectors, mask=(i < n) & (columns[None, :] < D))
+        if CROSS == FM:
+            # Not half of (sum v)^2 - sum v^2: contracted to multiply-adds, that leaves a rounding error of a single
+            # vector.
+            term = 0.5 * tl.sum(vectors * (tl.sum(vectors, 0)[None, :] - vectors), 0)
+            tl.store(base + columns, term.to(out.dtype.element_ty), mask=columns < D)
+        else:
+            products = tl.dot(vectors, tl.trans(vectors), products, input_precision=PRECISION, out_dtype=products.dtype)
+            if HAS_DENSE:
+                first = tl.load(dense + sample * D + columns, mask=columns < D)
+                tl.store(base + columns, first, mask=columns < D)
+    if CROSS == DOT:
+        j = tl.arange(0, BLOCK_N)[None, :]
         target = base + D * HAS_DENSE + i * (i - 1) // 2 + j
         tl.store(target, products.to(out.dtype.element_ty), mask=(j < i) & (i < n))
-        if HAS_DENSE:
-            first = tl.load(dense + sample * D + columns, mask=columns < D)
-            tl.store(base + columns, first, mask=columns < D)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -264,9 +283,10 @@ def vectors_block(features: int, has_dense: bool) -> int:
     return max(16, next_power_of_2(features + has_dense))
 
 
-def cross_warps(block_n: int, block_d: int) -> int:
-    """Warps of a program that has all vectors of a sample."""
-    return max(1, min(8, block_n * block_d // 1024))
+def cross_layout(block_n: int, block_d: int) -> tuple[int, int]:
+    """Columns that a program with all vectors of a sample takes at once, and its warps."""
+    block_k = min(block_d, CROSS_COLUMNS)
+    return block_k, max(1, min(8, block_n * max(block_n, block_k) // CROSS_ELEMENTS_A_WARP))
 
 
 def embedding_aggregation(
@@ -301,13 +321,15 @@ def embedding_aggregation(
         out.copy_(crossed(vectors, has_dense, cross))
     elif batch:
         block_n = vectors_block(len(feature_tables), has_dense)
+        block_k, warps = cross_layout(block_n, given.constants["BLOCK_D"])
         launch(
             cross_kernel,
             batch,
             (*given.tensors, out, kept),
             given.numbers,
-            cross_warps(block_n, given.constants["BLOCK_D"]),
+            warps,
             BLOCK_N=block_n,
+            BLOCK_K=block_k,
             CROSS=CROSSES[cross],
             KEEP=save_vectors,
             PRECISION=precision(out.dtype),

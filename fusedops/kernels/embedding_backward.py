@@ -16,10 +16,11 @@ from fusedops.kernels.embedding_aggregation import (
     CROSSES,
     FM,
     Gather,
-    cross_warps,
+    cross_layout,
     gather,
     launch_pool,
     precision,
+    sample_bags,
     sample_vectors,
     vectors_block,
 )
@@ -71,6 +72,7 @@ def cross_backward_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     DTYPE: tl.constexpr,
     CROSS: tl.constexpr,
     HASH: tl.constexpr,
@@ -85,38 +87,47 @@ def cross_backward_kernel(
 ):
     """One sample: the gradients of its pooled vectors, [F, D], and of the dense one. Vectors: kept, or looked up."""
     sample = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK_D)
     n = features + HAS_DENSE
-    i = tl.arange(0, BLOCK_N)
-    if KEPT:
-        source = kept + (sample * n + i[:, None]) * D + columns[None, :]
-        vectors = to_computing(tl.load(source, mask=(i[:, None] < n) & (columns[None, :] < D), other=0.0))
-    else:
-        vectors = sample_vectors(
-            described, ids, offsets, weights, dense, sample, batch, features, ids_count, padding, columns, D, BLOCK_N,
-            DTYPE, HASH, HAS_PADDING, ERROR, HAS_WEIGHTS, HAS_DENSE, MEAN, ALIGNED, False,
-        )  # fmt: skip
+    i = tl.arange(0, BLOCK_N)[:, None]
+    feature = i - HAS_DENSE
+    computing: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
+    if not KEPT:
+        start, end, table, rows, reciprocal, stride = sample_bags(
+            described, offsets, sample, batch, features, ids_count, BLOCK_N, DTYPE, HAS_DENSE, False
+        )
     if CROSS == FM:
-        term = to_computing(tl.load(grad + sample * D + columns, mask=columns < D, other=0.0))
-        gradient = term[None, :] * (tl.sum(vectors, 0)[None, :] - vectors)
+        base = grad + sample * D
     else:
         base = grad + sample * (D * HAS_DENSE + n * (n - 1) // 2)
-        rows = i[:, None]
-        high = tl.maximum(rows, i[None, :])
-        low = tl.minimum(rows, i[None, :])
+        j = tl.arange(0, BLOCK_N)[None, :]
+        high = tl.maximum(i, j)
+        low = tl.minimum(i, j)
         pair = base + D * HAS_DENSE + high * (high - 1) // 2 + low
         factors = to_computing(tl.load(pair, mask=(low < high) & (high < n), other=0.0))
-        gradient = tl.dot(factors, vectors, input_precision=PRECISION, out_dtype=vectors.dtype)
+    for k in range(0, BLOCK_D, BLOCK_K):
+        columns = k + tl.arange(0, BLOCK_K)
+        inside = columns[None, :] < D
+        if KEPT:
+            source = kept + (sample * n + i) * D + columns[None, :]
+            vectors = to_computing(tl.load(source, mask=(i < n) & inside, other=0.0))
+        else:
+            vectors = sample_vectors(
+                ids, weights, dense, start, end, table, rows, reciprocal, stride, sample, padding, columns, D, BLOCK_N,
+                DTYPE, HASH, HAS_PADDING, ERROR, HAS_WEIGHTS, HAS_DENSE, MEAN, ALIGNED,
+            )  # fmt: skip
+        if CROSS == FM:
+            term = to_computing(tl.load(base + columns, mask=columns < D, other=0.0))
+            gradient = term[None, :] * (tl.sum(vectors, 0)[None, :] - vectors)
+        else:
+            gradient = tl.dot(factors, vectors, input_precision=PRECISION, out_dtype=computing)
+            if HAS_DENSE:
+                direct = to_computing(tl.load(base + columns, mask=columns < D, other=0.0))
+                gradient += tl.where(i == 0, direct[None, :], 0.0)
+        target = out + (sample * features + feature) * D + columns[None, :]
+        tl.store(target, gradient.to(out.dtype.element_ty), mask=inside & (feature >= 0) & (feature < features))
         if HAS_DENSE:
-            direct = to_computing(tl.load(base + columns, mask=columns < D, other=0.0))
-            gradient += tl.where(rows == 0, direct[None, :], 0.0)
-    feature = i[:, None] - HAS_DENSE
-    target = out + (sample * features + feature) * D + columns[None, :]
-    inside = columns[None, :] < D
-    tl.store(target, gradient.to(out.dtype.element_ty), mask=inside & (feature >= 0) & (feature < features))
-    if HAS_DENSE:
-        first = grad_dense + sample * D + columns[None, :] + tl.zeros((BLOCK_N, 1), tl.int64)
-        tl.store(first, gradient.to(grad_dense.dtype.element_ty), mask=inside & (feature == -1))
+            first = grad_dense + sample * D + columns[None, :] + tl.zeros((BLOCK_N, 1), tl.int64)
+            tl.store(first, gradient.to(grad_dense.dtype.element_ty), mask=inside & (feature == -1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -392,13 +403,15 @@ def _through_cross(
         names = ("DTYPE", "HASH", "HAS_PADDING", "ERROR", "HAS_WEIGHTS", "MEAN", "ALIGNED")
         constants = {"D": width, "BLOCK_D": block_of_width(width), "HAS_DENSE": int(has_dense), **dict.fromkeys(names)}
         vectors = vectors.contiguous()
+    block_k, warps = cross_layout(block_n, constants["BLOCK_D"])
     launch(
         cross_backward_kernel,
         batch,
         (grad, *tensors, vectors, out, grad_dense),
         numbers,
-        cross_warps(block_n, constants["BLOCK_D"]),
+        warps,
         BLOCK_N=block_n,
+        BLOCK_K=block_k,
         CROSS=CROSSES[cross],
         KEPT=vectors is not None,
         PRECISION=precision(grad.dtype),

@@ -163,7 +163,7 @@ def load_rows(table, offset, mask, columns, D: tl.constexpr, ALIGNED: tl.constex
     if ALIGNED:
         pointers = tl.multiple_of(pointers, [16, 16])
     mask = mask[:, None]
-    if D < BLOCK_D:
+    if D // BLOCK_D * BLOCK_D != D:
         mask = mask & (columns[None, :] < D)
     value = tl.load(pointers, mask=mask, other=0.0)
     if value.dtype != tl.float64:
