@@ -39,12 +39,13 @@ DOT, FM = (tl.constexpr(CROSSES[name]) for name in ("dot", "fm"))
 
 LANES = 32
 """Bags that a program pools at most."""
-SHORT_ELEMENTS = 2048
-"""Elements of tables that a program reads at once."""
+SHORT_ELEMENTS, SHORT_ELEMENTS_A_WARP = 2048, 2048
+"""Elements of a table that a program reads at once, and of those that a warp does, of bags of an id."""
 LONG = 2
-"""Ids a bag, of all bags, above which several of them are looked up at once, and elements then."""
-LONG_IDS, LONG_ELEMENTS = 4, 2048
-ELEMENTS_A_WARP = 2048
+"""Ids a bag, of all bags, above which several of them are looked up at once."""
+LONG_IDS, LONG_ELEMENTS, LONG_ELEMENTS_A_WARP = 8, 4096, 4096
+"""Ids of a bag that are looked up at once, and elements then. A warp wants 32 ids: of fewer every lane loads and hashes
+all, which Triton takes to be cheaper than an exchange between lanes."""
 CROSS_COLUMNS = 32
 """Columns of a sample's vectors that are in registers at once, and elements of a tile that a warp has."""
 CROSS_ELEMENTS_A_WARP = 2048
@@ -259,11 +260,13 @@ def launch_pool(out: Tensor, given: Gather) -> None:
     """Vectors [B, n, D] into `out`, which is contiguous."""
     constants = given.constants
     batch, features, ids_count, _ = given.numbers
-    # As many rows a program as keep its loads in flight.
-    at_once, elements = (LONG_IDS, LONG_ELEMENTS) if ids_count > LONG * batch * features else (1, SHORT_ELEMENTS)
+    if ids_count > LONG * batch * features:
+        at_once, elements, a_warp = LONG_IDS, LONG_ELEMENTS, LONG_ELEMENTS_A_WARP
+    else:
+        at_once, elements, a_warp = 1, SHORT_ELEMENTS, SHORT_ELEMENTS_A_WARP
     bags = max(1, min(LANES, elements // (constants["BLOCK_D"] * at_once)))
     programs = ceil_div(batch, bags) * (features + constants["HAS_DENSE"])
-    warps = max(1, min(8, constants["BLOCK_D"] * bags * at_once // ELEMENTS_A_WARP))
+    warps = max(1, min(8, constants["BLOCK_D"] * bags * at_once // a_warp))
     if programs:
         launch(
             pool_kernel,
