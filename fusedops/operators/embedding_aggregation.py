@@ -98,10 +98,6 @@ def embedding_aggregation(
                cross, sparse, wants)  # fmt: skip
 
 
-LONG_BAGS = 2.0
-"""Ids a bag, from which on the pooled vectors are kept for a cross's gradient: computing them again reads more."""
-
-
 def _run(
     tables: list[Tensor],
     ids: Tensor,
@@ -117,7 +113,8 @@ def _run(
     sparse: bool,
     wants: bool,
 ) -> Tensor:
-    save_vectors = wants and cross != "none" and ids.numel() >= LONG_BAGS * offsets.numel()
+    # A cross's gradient needs the pooled vectors: to read them is faster than to look them up again.
+    save_vectors = wants and cross != "none"
     return embedding_aggregation_operator(
         tables, ids, offsets, dense, weights, feature_tables, pooling, padding_index, hash, out_of_range, cross, sparse,
         save_vectors,

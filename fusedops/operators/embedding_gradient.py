@@ -111,8 +111,9 @@ def _gradients(ctx: Any, grad: Tensor) -> _Gradients:
             count = starts[-1]
         else:
             count = min(ids.numel(), sum(ctx.table_rows))
+    reads_tables = needs_weights or (ctx.cross != "none" and vectors is None)
     row_grads, grad_dense, grad_weights = embedding_aggregation_backward_operator(
-        grad, tables, ids, offsets, dense, weights, vectors,
+        grad, tables if reads_tables else [], ids, offsets, dense, weights, vectors,
         *((None,) * 4 if rows is None else (rows.order, rows.bags, rows.segments, rows.counts)),
         count, ctx.table_rows, ctx.feature_tables, ctx.pooling, ctx.padding_index, ctx.hash, ctx.cross, ctx.has_dense,
         needs_weights,
