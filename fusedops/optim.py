@@ -93,12 +93,12 @@ class RowOptimizer(torch.optim.Optimizer):
                     )
                 grad = grad.coalesce()
                 kind = (table.device, table.dtype)
-                if kind not in alike:
-                    alike[kind] = _Touched([], [], [])
-                tables, rows, row_grads = alike[kind]
-                tables.append(table)
-                rows.append(grad._indices())
-                row_grads.append(grad._values())
+                touched = alike.get(kind)
+                if touched is None:
+                    touched = alike[kind] = _Touched([], [], [])
+                touched.tables.append(table)
+                touched.rows.append(grad._indices())
+                touched.row_grads.append(grad._values())
             for touched in alike.values():
                 self._update(*touched, group)
         return loss
@@ -168,11 +168,10 @@ class Adagrad(RowOptimizer):
     def _update(
         self, tables: list[Tensor], rows: list[Tensor], row_grads: list[Tensor], group: Mapping[str, Any]
     ) -> None:
-        rates = []
-        for table in tables:
-            decay = 1 + float(self.state[table]["step"]) * group["lr_decay"]
-            rates.append(float(group["lr"]) / decay)
-            self.state[table]["step"] += 1
+        lr, decay = float(group["lr"]), group["lr_decay"]
+        steps = self._states(tables, "step")
+        rates = [lr / (1 + float(step) * decay) for step in steps] if decay else lr
+        torch._foreach_add_(steps, 1)
         states = [self._states(tables, "sum")]
         row_update_(tables, rows, row_grads, rule=self.rule, lr=rates, states=states, eps=group["eps"])
 
