@@ -85,7 +85,8 @@ def input_backward_kernel(
 ):  # fmt: skip
     """Partial sums (programs, D + 1, units) of the gradients of the weight, a row a coordinate, and of the bias.
 
-    Sums over a tile's rows are taken at once, so that tiles and one row for each sum are all that registers hold.
+    The weight is (D, units). Sums over a tile's rows are taken at once, so that tiles and one row for each sum are all
+    that registers hold.
     """
     blocks = tl.cdiv(units, COLUMNS)
     program = tl.program_id(0) // blocks
@@ -97,7 +98,7 @@ def input_backward_kernel(
     weights, sums = (), ()
     curvature = tl.zeros((1, COLUMNS), COMPUTING)
     for i in tl.static_range(D):
-        weight = load_computing(weight_pointer, columns * D + i, columns < units)
+        weight = load_computing(weight_pointer + i * units, columns, columns < units)
         weights += (weight,)
         sums += (tl.zeros((1, COLUMNS), COMPUTING),)
         if i < SPATIAL:
@@ -282,7 +283,7 @@ def forward_laplacian_input_backward(
     launch(
         input_backward_kernel,
         programs * blocks,
-        (*_contiguous(grad, x, weight, bias), partial),
+        (*_contiguous(grad, x, weight.t(), bias), partial),
         (points, units, programs),
         WARPS_INPUT_BACKWARD,
         D=coordinates,
