@@ -18,10 +18,10 @@ from fusedops.kernels.embedding_tables import (
     ROWS,
     STRIDE,
     TYPES,
-    aligned,
     bag_range,
     block_of_width,
     describe,
+    places_of,
     pooled,
     pooled_by_tiles,
     to_computing,
@@ -234,11 +234,11 @@ def gather(
     hash: str,
     out_of_range: str,
 ) -> Gather:
-    tables = with_unit_stride(tables)
+    tables, places = with_unit_stride(tables)
     dense, weights = (None if t is None else t.contiguous() for t in (dense, weights))
     table_rows = [table.shape[0] for table in tables]
-    width, features = tables[0].shape[1], len(feature_tables)
-    described = describe(tables, table_rows, feature_tables, ids.device)
+    width, itemsize, features = tables[0].shape[1], tables[0].itemsize, len(feature_tables)
+    described = describe(places, table_rows, feature_tables, ids.device)
     tensors = (described, ids.contiguous(), offsets.contiguous(), weights, dense)
     numbers = (batch_size(offsets, features), features, ids.numel(), padding_index or 0)
     constants = {
@@ -251,7 +251,11 @@ def gather(
         "HAS_WEIGHTS": weights is not None,
         "HAS_DENSE": int(dense is not None),
         "MEAN": pooling == "mean",
-        "ALIGNED": width * tables[0].itemsize % 16 == 0 and aligned(tables if dense is None else [*tables, dense]),
+        "ALIGNED": (
+            width * itemsize % 16 == 0
+            and places.aligned(itemsize)
+            and (dense is None or places_of([dense]).aligned(itemsize))
+        ),
     }
     return Gather(tensors, numbers, constants, tables)
 

@@ -150,7 +150,7 @@ def embedding_rows(
     narrow = total < 2**31 - 1  # half the bytes to sort
     keys = ids.new_empty(n, dtype=torch.int32 if narrow else torch.int64)
     bags = ids.new_empty(n, dtype=torch.int64)
-    described = describe((), table_rows, feature_tables, device)
+    described = describe(None, table_rows, feature_tables, device)
     if batch:
         launch(
             key_kernel,

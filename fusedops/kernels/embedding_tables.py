@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,26 +40,52 @@ _MOST = 1024  # tensors to remember
 _remembered: dict[tuple[object, ...], Tensor] = {}
 
 
-def with_unit_stride(tables: list[Tensor]) -> list[Tensor]:
-    """Tables of one width, those copied in which the elements of a row do not lie side by side."""
-    if tables[0].shape[1] == 1 or all(step == 1 for _, step in map(Tensor.stride, tables)):
-        return tables
-    return [table if table.stride(1) == 1 else table.contiguous() for table in tables]
+class Places(NamedTuple):
+    """Where tensors lie: of each its address, and its strides in elements."""
+
+    addresses: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+
+    def aligned(self, itemsize: int) -> bool:
+        """Whether every row of every tensor begins at a multiple of 16 bytes."""
+        return not (
+            any(address % 16 for address in self.addresses) or any(steps[0] * itemsize % 16 for steps in self.strides)
+        )
+
+
+def places_of(tensors: Sequence[Tensor]) -> Places:
+    """The places of tensors of a dimension or more."""
+    return Places(tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.stride, tensors)))
+
+
+def with_unit_stride(tables: list[Tensor]) -> tuple[list[Tensor], Places]:
+    """Tables of one width, those copied in which the elements of a row do not lie side by side, and their places."""
+    places = places_of(tables)
+    if tables[0].shape[1] == 1 or all(step == 1 for _, step in places.strides):
+        return tables, places
+    tables = [table if table.stride(1) == 1 else table.contiguous() for table in tables]
+    return tables, places_of(tables)
 
 
 def describe(
-    tables: Sequence[Tensor], table_rows: Sequence[int], feature_tables: Sequence[int], device: torch.device
+    places: Places | None, table_rows: Sequence[int], feature_tables: Sequence[int], device: torch.device
 ) -> Tensor:
-    """[features, FIELDS]: where each feature's table lies. tables: none, where only their rows matter."""
-    addresses = tuple(map(Tensor.data_ptr, tables)) or (0,) * len(table_rows)
-    strides = tuple(map(Tensor.stride, tables)) or ((0, 1),) * len(table_rows)
+    """[features, FIELDS]: where each feature's table lies. places: None, where only the tables' rows matter."""
 
     def numbers() -> list[tuple[int, ...]]:
         first = first_keys(table_rows)
-        return [(addresses[t], table_rows[t], reciprocal(table_rows[t]), strides[t][0], first[t])
-                for t in feature_tables]  # fmt: skip
+        return [
+            (
+                0 if places is None else places.addresses[t],
+                table_rows[t],
+                reciprocal(table_rows[t]),
+                0 if places is None else places.strides[t][0],
+                first[t],
+            )
+            for t in feature_tables
+        ]
 
-    return on_device((addresses, strides, tuple(table_rows), tuple(feature_tables)), numbers, device)
+    return on_device((places, tuple(table_rows), tuple(feature_tables)), numbers, device)
 
 
 def first_keys_on(table_rows: Sequence[int], device: torch.device) -> Tensor:
@@ -82,12 +108,6 @@ def on_device(key: tuple[object, ...], numbers: Callable[[], Sequence[Any]], dev
     if len(_remembered) >= _MOST:
         _remembered.clear()
     return _remembered.setdefault((device, key), host.to(device))
-
-
-def aligned(tables: Sequence[Tensor]) -> bool:
-    """Whether every row of every matrix, all of one dtype, begins at a multiple of 16 bytes."""
-    itemsize = tables[0].itemsize
-    return not any(table.data_ptr() % 16 or table.stride(0) * itemsize % 16 for table in tables)
 
 
 def block_of_width(width: int) -> int:

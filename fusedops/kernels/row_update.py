@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedops.kernels.embedding_tables import TYPES, aligned, block_of_width, on_device, to_computing
+from fusedops.kernels.embedding_tables import TYPES, block_of_width, on_device, places_of, to_computing
 from fusedops.kernels.launching import ceil_div, launch, next_power_of_2
 from fusedops.kernels.pointwise import scalar
 from fusedops.operators.row_update import STATES, check_rows
@@ -197,18 +197,18 @@ def _describe(
     """The tables' descriptions, [tables, FIELDS], and whether all their rows and those of their states are aligned."""
     table_rows = tuple(table.shape[0] for table in tables)
     groups = [group for group in (tables, states, second_states) if group]
-    addresses = tuple(tuple(map(Tensor.data_ptr, group)) for group in groups)
-    strides = tuple(tuple(map(Tensor.stride, group)) for group in groups)
+    places = tuple(map(places_of, groups))
 
     def numbers() -> list[tuple[int, ...]]:
         columns: list[Sequence[int]] = []
-        for own, steps in zip(addresses, strides, strict=True):
-            columns += [own, [step[0] for step in steps]]
+        for own in places:
+            columns += [own.addresses, [steps[0] for steps in own.strides]]
         columns += [(0,) * len(tables)] * (FIELDS.value - 1 - len(columns))
         return list(zip(*columns, table_rows, strict=True))
 
-    matrices = [group for group, own in zip(groups, strides, strict=True) if len(own[0]) == 2]
-    return on_device((addresses, strides, table_rows), numbers, device), all(map(aligned, matrices))
+    # A state of a number a row is read number by number.
+    matrices = [(own, group[0].itemsize) for own, group in zip(places, groups, strict=True) if group[0].dim() == 2]
+    return on_device((places, table_rows), numbers, device), all(own.aligned(itemsize) for own, itemsize in matrices)
 
 
 def _sent(steps: array[int], device: torch.device) -> Tensor:
