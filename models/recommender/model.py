@@ -77,11 +77,12 @@ class Recommender(nn.Module):
             vector = self.constant.expand(len(dense), -1)
         if self.ops is None:
             return self.top(vector).squeeze(-1)
-        look_up, tables = self.ops.embedding, list(self.tables)
+        # Iterating over a ParameterList is slower than the look-up is for the host.
+        look_up, tables = self.ops.embedding, list(self.tables.parameters())
         if self.network == "dlrm":
             return self.top(look_up(tables, ids, offsets, vector, self.crossed).flatten(1)).squeeze(-1)
         logit = self.top(look_up(tables, ids, offsets, vector, self.apart).flatten(1)).squeeze(-1)
-        logit = logit + look_up(list(self.linear_tables), ids, offsets, None, self.apart).flatten(1).sum(-1)
+        logit = logit + look_up(list(self.linear_tables.parameters()), ids, offsets, None, self.apart).flatten(1).sum(-1)
         if self.cross == "fm":
             logit = logit + look_up(tables, ids, offsets, vector, self.crossed).sum(-1)
         return logit
