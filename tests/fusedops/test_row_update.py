@@ -170,6 +170,16 @@ def test_under_compile() -> None:
     assert table[:, 0].tolist() == [-1.0, 0.0, 0.0, -1.0]
 
 
+def test_indices_as_a_gradient_has_them_and_tables_without_any(device: torch.device) -> None:
+    counts = (2, 0, 5, 0)
+    tables = [torch.randn(9, width, device=device) for width in (3, 3, 4, 3)]
+    rows = [torch.randperm(9, device=device)[None, :n] for n in counts]
+    grads = [torch.randn(n, table.shape[1], device=device) for n, table in zip(counts, tables, strict=True)]
+    expected = [table.index_add(0, own[0], -0.5 * grad) for table, own, grad in zip(tables, rows, grads, strict=True)]
+    row_update_(tables, rows, grads, rule="sgd", lr=0.5)
+    torch.testing.assert_close(tables, expected)
+
+
 TABLE, ONE, GRAD = torch.zeros(3, 2), torch.tensor([1]), torch.ones(1, 2)
 
 
@@ -181,6 +191,7 @@ TABLE, ONE, GRAD = torch.zeros(3, 2), torch.tensor([1]), torch.ones(1, 2)
         ({"rows": [torch.tensor([3])]}, ValueError, r"rows\[0\] has rows from 3 to 3; allowed: 0 to 2"),
         ({"rows": [torch.tensor([-1])]}, ValueError, r"rows\[0\] has rows from -1 to -1"),
         ({"rows": [ONE.int()]}, TypeError, r"rows\[0\] is torch.int32; allowed: int64"),
+        ({"rows": [ONE.view(1, 1, 1)]}, ValueError, r"rows\[0\] has shape \(1, 1, 1\); allowed: \(n,\) and \(1, n\)"),
         ({"row_grads": [torch.ones(2, 2)]}, ValueError, r"row_grads\[0\] has shape \(2, 2\)"),
         ({"row_grads": [GRAD.double()]}, TypeError, r"row_grads\[0\] is torch.float64, tables\[0\] is torch.float32"),
         ({"row_grads": []}, ValueError, "row_grads has 0 entries"),
