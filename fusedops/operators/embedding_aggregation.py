@@ -79,10 +79,11 @@ def embedding_aggregation(
 
     Returns a contiguous tensor of the tables' dtype; under autocast, of the widest dtype among the floating tensors.
 
-    Gradients: of tables, dense and weights. sparse: those of the tables are coalesced sparse COO tensors, which hold
-    each row touched once; False: dense. The host must know how many rows those are: on a GPU the forward pass finds
-    them, so that the backward pass need not wait. Under capture of a CUDA graph and under torch.func a sparse gradient
-    is a RuntimeError, and torch.compile leaves the call out of its graph (fullgraph=True raises).
+    Gradients: of tables, dense and weights; for those of a cross the vectors are kept, [B, n, D]. sparse: those of the
+    tables are coalesced sparse COO tensors, which hold each row touched once; False: dense. The host must know how many
+    rows those are: on a GPU the forward pass finds them, so that the backward pass need not wait. Under capture of a
+    CUDA graph and under torch.func a sparse gradient is a RuntimeError, and torch.compile leaves the call out of its
+    graph (fullgraph=True raises).
     Derivatives of higher order with sparse=False, else RuntimeError; forward mode raises NotImplementedError.
 
     Raises TypeError for dtypes that are not allowed or differ; ValueError for shapes, devices and offsets that do not

@@ -82,7 +82,8 @@ class Recommender(nn.Module):
         if self.network == "dlrm":
             return self.top(look_up(tables, ids, offsets, vector, self.crossed).flatten(1)).squeeze(-1)
         logit = self.top(look_up(tables, ids, offsets, vector, self.apart).flatten(1)).squeeze(-1)
-        logit = logit + look_up(list(self.linear_tables.parameters()), ids, offsets, None, self.apart).flatten(1).sum(-1)
+        weights = list(self.linear_tables.parameters())
+        logit = logit + look_up(weights, ids, offsets, None, self.apart).flatten(1).sum(-1)
         if self.cross == "fm":
             logit = logit + look_up(tables, ids, offsets, vector, self.crossed).sum(-1)
         return logit
