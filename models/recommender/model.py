@@ -77,12 +77,13 @@ class Recommender(nn.Module):
             vector = self.constant.expand(len(dense), -1)
         if self.ops is None:
             return self.top(vector).squeeze(-1)
-        # Iterating over a ParameterList is slower than the look-up is for the host.
-        look_up, tables = self.ops.embedding, list(self.tables.parameters())
+        # Iterating over a ParameterList costs the host a third of a look-up.
+        look_up = self.ops.embedding
+        tables: list[Tensor] = list(self.tables.parameters())
         if self.network == "dlrm":
             return self.top(look_up(tables, ids, offsets, vector, self.crossed).flatten(1)).squeeze(-1)
         logit = self.top(look_up(tables, ids, offsets, vector, self.apart).flatten(1)).squeeze(-1)
-        weights = list(self.linear_tables.parameters())
+        weights: list[Tensor] = list(self.linear_tables.parameters())
         logit = logit + look_up(weights, ids, offsets, None, self.apart).flatten(1).sum(-1)
         if self.cross == "fm":
             logit = logit + look_up(tables, ids, offsets, vector, self.crossed).sum(-1)
