@@ -8,8 +8,8 @@ samples, by SGD on the tables and AdamW on the rest. The arms, timed in turn:
     fused, fused+compile                fusedops.embedding_aggregation and fusedops.optim.SGD
 
 Ratios are to the better of bags and one_table. Beside the whole step stands the embedding step alone: look-up, cross,
-gradient and update, and GB/s of the bytes that it must touch (models/recommender/traffic.py); and the peak memory of
-a training step of each arm.
+gradient and update, and GB/s of the bytes that it must touch (models/recommender/traffic.py); the peak memory of a
+training step of each arm; and how long its kernels take together, which is what is left where the host keeps up.
 
 auc: native and fused are trained on the synthetic click log, and their AUC compared over a million samples (on a CPU
 131,072); and native without the cross, and without embeddings.
@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT))  # a script's path is its folder
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
+from torch.autograd import DeviceType  # noqa: E402
 
 from benchmarks.training import RESULTS, folder_of  # noqa: E402
 from engine import timing  # noqa: E402
@@ -45,6 +46,8 @@ from engine.comparison import choose_device, device_name  # noqa: E402
 from engine.config import TrainConfig  # noqa: E402
 from engine.files import write_atomically  # noqa: E402
 from engine.loop import matmul_precision  # noqa: E402
+from engine.profiling import STEPS as PROFILED_STEPS  # noqa: E402
+from engine.profiling import profile_steps  # noqa: E402
 from engine.signals import StopSignal  # noqa: E402
 from engine.step import Stepper, to_device  # noqa: E402
 from fusedops import optim  # noqa: E402
@@ -254,6 +257,7 @@ def measure(workload: Workload, device: torch.device, rounds: int, stop: StopSig
     distinct = distinct_rows(batch["ids"].cpu(), batch["offsets"].cpu(), [workload.rows] * FEATURES, "modulo")
     memory = {name: peak_memory(arm, workload, batch, device) for name, arm in arms.items()}
     steps = {name: Steps(arm, workload, batch, device) for name, arm in arms.items()}
+    busy = {name: gpu_busy(step.whole, device) for name, step in steps.items()}
     pairs = (FEATURES + 1) * FEATURES // 2
     touched = bytes_touched(
         batch["ids"], batch["offsets"], distinct, workload.width, workload.batch * (workload.width + pairs)
@@ -276,7 +280,7 @@ def measure(workload: Workload, device: torch.device, rounds: int, stop: StopSig
     for name in arms:
         whole, apart = found["whole"]["arms"][name], found["embedding"]["arms"][name]
         whole["samples_per_s"] = workload.batch / whole["ms"]["value"] * 1e3
-        whole["peak_memory_bytes"] = memory[name]
+        whole["peak_memory_bytes"], whole["gpu_busy_ms"] = memory[name], busy[name]
         apart["share_of_step"] = apart["ms"]["value"] / whole["ms"]["value"]
         apart["gb_per_s"] = touched / apart["ms"]["value"] / 1e6
     del steps
@@ -302,6 +306,15 @@ def peak_memory(arm: Arm, workload: Workload, batch: dict[str, Tensor], device: 
     return {"peak": peak, "tables": tables, "beyond_tables": peak - tables}
 
 
+def gpu_busy(step: Callable[[], None], device: torch.device) -> float | None:
+    """Milliseconds that a step's kernels and copies take on the GPU, by a profile; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    events = profile_steps(step, device).key_averages()
+    on_gpu = (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation)
+    return sum(event.self_device_time_total for event in on_gpu) / PROFILED_STEPS / 1e3
+
+
 def release(device: torch.device) -> None:
     """Give the memory of models that are gone back."""
     gc.collect()
@@ -316,14 +329,15 @@ def print_workload(name: str, found: dict[str, Any]) -> None:
     better = (found[what]["better_stock"] for what in ("whole", "embedding"))
     print("better stock arm: {}; in the embedding step {}".format(*better))
     header = f"{'arm':18} {'step ms':>9} {'ratio':>22} {'samples/s':>11}"
-    print(f"{header} {'embedding ms':>12} {'ratio':>6} {'share':>6} {'GB/s':>7}")
+    print(f"{header} {'embedding ms':>12} {'ratio':>6} {'share':>6} {'GB/s':>7}  GPU busy ms, memory")
     for arm, whole in found["whole"]["arms"].items():
         apart, ratio = found["embedding"]["arms"][arm], whole["ratio"]
         interval = f"{ratio['value']:.3f} ({ratio['low']:.3f}-{ratio['high']:.3f})"
         print(
             f"{arm:18} {whole['ms']['value']:9.3f} {interval:>22} {whole['samples_per_s']:11,.0f} "
             f"{apart['ms']['value']:12.3f} {apart['ratio']['value']:6.2f} {apart['share_of_step']:6.0%} "
-            f"{apart['gb_per_s']:7.1f}" + (f" {whole['peak_memory_bytes']}" if whole["peak_memory_bytes"] else "")
+            f"{apart['gb_per_s']:7.1f}"
+            + (f"  {whole['gpu_busy_ms']:.3f} {whole['peak_memory_bytes']}" if whole["peak_memory_bytes"] else "")
         )
 
 

@@ -199,7 +199,7 @@ def recommender_table(folder: Path) -> str:
     if not summaries:
         return _missing(f"{folder.name}/recommender")
     learnt = summaries.pop("auc", None)
-    header = ["tables", "arm", "ms a step", "samples/s", "over the better stock [95 %]"]
+    header = ["tables", "arm", "ms a step", "samples/s", "over the better stock [95 %]", "GPU busy, ms"]
     rows = [[*header, "embedding step, ms", "over the better stock", "GB/s", "peak memory beyond the tables, MiB"]]
     captions = []
     for name, summary in summaries.items():
@@ -212,6 +212,7 @@ def recommender_table(folder: Path) -> str:
                     f"{whole['ms']['value']:.2f}",
                     f"{whole['samples_per_s']:,.0f}",
                     f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]",
+                    "-" if whole["gpu_busy_ms"] is None else f"{whole['gpu_busy_ms']:.2f}",
                     f"{apart['ms']['value']:.2f}",
                     f"{apart['ratio']['value']:.2f}",
                     f"{apart['gb_per_s']:,.0f}",

@@ -21,10 +21,10 @@ NUM_WARPS = 4
 PROGRAMS = 1024  # of a gradient: several a multiprocessor on every GPU
 
 # The first layer's gradient sums each tile over its rows: with all of them in one warp a sum stays inside a thread.
-ROWS_INPUT_BACKWARD = 4  # of COLUMNS_INPUT_BACKWARD units; more where a layer has fewer units
+ROWS_INPUT_BACKWARD = 2
 COLUMNS_INPUT_BACKWARD = 128
 WARPS_INPUT_BACKWARD = 1
-PROGRAMS_INPUT_BACKWARD = 1584  # as many as an H200 runs at once
+PROGRAMS_INPUT_BACKWARD = 2112
 
 
 @triton.jit

@@ -61,7 +61,7 @@ SLOTS: dict[str, Slot] = {
             native=(laplacian_native, ("aten::addmm", "aten::mm")),
             stencil_native=(laplacian_stencil_native, ("aten::addmm", "aten::slice_backward")),
             stencil=(laplacian_stencil, ("fusedops::laplacian3d", "fusedops::laplacian3d_adjoint")),
-            forward_native=(laplacian_forward_native, ("aten::mm", "aten::cat")),
+            forward_native=(laplacian_forward_native, ("aten::mm",)),
             forward=(
                 laplacian_forward,
                 (
