@@ -4,6 +4,7 @@ products of all channels at once.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fusedops.kernels.forward_laplacian_activation import (
@@ -30,6 +31,22 @@ def _weight_gradient(grad: Tensor, a: Tensor) -> Tensor:
     return grad.flatten(0, 1).t() @ a.flatten(0, 1)
 
 
+STRIPES = 512
+"""Sums of points that are kept apart at first."""
+
+
+def _sum_over_points(gradient: Tensor) -> Tensor:
+    """The sum of a gradient (N, W) over the points, (W,).
+
+    In two steps, each of many results: PyTorch splits a sum of few results among blocks, for which it takes memory of
+    the size of what is summed.
+    """
+    striped = len(gradient) // STRIPES * STRIPES
+    stripes, rest = gradient[:striped].unflatten(0, (striped // STRIPES, STRIPES)), gradient[striped:]
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    return (stripes.sum(0, dtype=dtype).sum(0) + rest.sum(0, dtype=dtype)).to(gradient.dtype)
+
+
 def forward_laplacian_linear(z: Tensor, bias: Tensor | None, weight: Tensor, activation: str, spatial: int) -> Tensor:
     return _through(forward_laplacian_activation(z, bias, activation, spatial), weight)
 
@@ -41,7 +58,7 @@ def forward_laplacian_linear_backward(
     # The activation is freed before its gradient is there, which becomes that of z in place.
     dweight = _weight_gradient(grad, forward_laplacian_activation(z, bias, activation, spatial))
     gz = forward_laplacian_activation_backward_(_through(grad, weight.t()), z, bias, activation, spatial)
-    return gz, gz[0].sum(0), dweight
+    return gz, _sum_over_points(gz[0]), dweight
 
 
 def forward_laplacian_input_linear(
