@@ -57,8 +57,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     norm = torch.nn.utils.get_total_norm([*(p.grad for p in dense if p.grad is not None), *sparse])
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(dense, max_norm, norm)
-        for values in sparse:
-            values.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        if sparse:
+            torch._foreach_mul_(sparse, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 

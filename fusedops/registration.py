@@ -371,8 +371,7 @@ def _register_mutation(operator: Operator) -> None:
 
     def count_versions(keyset: Any, *args: Any) -> Any:
         # A kernel writes through a pointer: without this, a backward pass would use what it saved unawares.
-        for tensor in tensors_in(args[i] for i in mutated):
-            torch.autograd.graph.increment_version(tensor)
+        torch.autograd.graph.increment_version(list(tensors_in(args[i] for i in mutated)))
         with _AutoDispatchBelowADInplaceOrView():
             return op.redispatch(keyset & _after_ADInplaceOrView_keyset, *args)
 
