@@ -15,7 +15,7 @@ auc: native and fused are trained on the synthetic click log, and their AUC comp
 131,072); and native without the cross, and without embeddings.
 
     --quick         small tables and batches: shows that it works; nothing is written
-    --rounds N      rounds of the timing passes (default 25)
+    --rounds N      rounds of the timing passes (default 9)
 
 Each result goes to benchmarks/results/<gpu>/recommender_NAME.json.
 """
@@ -92,7 +92,7 @@ def main() -> int:
     known = [*WORKLOADS, AUC]
     arguments.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(known)}")
     arguments.add_argument("--quick", action="store_true")
-    arguments.add_argument("--rounds", type=int, default=25)
+    arguments.add_argument("--rounds", type=int, default=9)
     arguments.add_argument("--out", type=Path, default=RESULTS, help="default: benchmarks/results")
     options = arguments.parse_args()
     for name in options.names:
