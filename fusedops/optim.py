@@ -51,9 +51,15 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, **options})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        self._check(group)
+        for table in group["params"]:
+            if table.dim() != 2:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"{type(self).__name__}: a parameter has shape {tuple(table.shape)}; allowed: tables, (rows, D)"
+                )
         for table in group["params"]:
             if state := self._new_state(table, group):
                 self.state[table] = state
@@ -164,6 +170,12 @@ class Adagrad(RowOptimizer):
     def _new_state(self, table: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         value = group["initial_accumulator_value"]
         return {"step": torch.tensor(0.0), "sum": torch.full_like(table, value, dtype=state_dtype(table))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state_dict, of this optimizer or of the stock one, whose steps were once plain numbers."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32)
 
     def _update(
         self, tables: list[Tensor], rows: list[Tensor], row_grads: list[Tensor], group: Mapping[str, Any]

@@ -41,21 +41,30 @@ def opened(path: Path) -> Iterator[Any]:
 def tables(file: Any, columns: Sequence[str], size: int, start: int = 0) -> Iterator[Any]:
     """The rows of an opened file from row `start` on, as `pyarrow.Table`s of `size` rows; the last may have fewer.
 
-    columns  those that are read; the file must have them.
+    columns  those that are read.
     start    the rows to leave out, from 0. Row groups that lie wholly before it are not read.
+
+    Raises ValueError for a column that the file has not, OSError where fewer rows come than the file says it has.
     """
     import pyarrow as pa
 
+    names = file.schema_arrow.names
+    if missing := [column for column in columns if column not in names]:
+        raise ValueError(f"there is no column {', '.join(missing)}; there are {', '.join(names)}")
     groups, skipped = _groups_from(file.metadata, start)
+    expected = max(file.metadata.num_rows - start, 0)
     held = None
     for batch in file.iter_batches(batch_size=size, row_groups=groups, columns=list(columns)):
         left_out = min(skipped, batch.num_rows)
         skipped -= left_out
         table = pa.Table.from_batches([batch.slice(left_out)])
+        expected -= table.num_rows
         held = table if held is None else pa.concat_tables([held, table])
         while held.num_rows >= size:
             yield held.slice(0, size)
             held = held.slice(size)
+    if expected:  # Arrow ends in silence where a file was written over while it was read
+        raise OSError(f"the last {expected:,} rows are missing; was it changed meanwhile?")
     if held is not None and held.num_rows:
         yield held
 

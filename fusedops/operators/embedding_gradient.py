@@ -151,23 +151,25 @@ def _sparse(ctx: Any, rows: Rows, starts: list[int], row_grads: Tensor) -> Seque
             torch.sparse_coo_tensor(own, values, (count, width), check_invariants=False, is_coalesced=True)
         )
         if leaf is not None and leaf.grad is None:
-            leaves.append((leaf, values.data_ptr()))
+            leaves.append((leaf, own.data_ptr(), values.data_ptr()))
     if leaves:
-        _keep_coalesced(leaves, row_grads)
+        _keep_coalesced(leaves, (rows.rows, row_grads))
     return gradients
 
 
-def _keep_coalesced(leaves: list[tuple[Tensor, int]], row_grads: Tensor) -> None:
-    """Mark as coalesced, when this backward pass ends, the gradients of leaves whose values lie at these addresses.
+def _keep_coalesced(leaves: list[tuple[Tensor, int, int]], memory: tuple[Tensor, Tensor]) -> None:
+    """Mark as coalesced, when this backward pass ends, gradients of leaves with rows and values at these addresses.
 
     Autograd stores a sparse gradient without its mark, and an optimizer would sort all of it again. The addresses are
-    those of parts of row_grads, which until then nothing else can have.
+    of parts of `memory`, which until then nothing else can have; a hook may have put others in their place.
     """
 
-    def mark(row_grads: Tensor = row_grads) -> None:
-        for leaf, address in leaves:
+    def mark(memory: tuple[Tensor, Tensor] = memory) -> None:
+        for leaf, *addresses in leaves:
             gradient = leaf.grad
-            if gradient is not None and gradient.is_sparse and gradient._values().data_ptr() == address:
+            if gradient is None or not gradient.is_sparse:
+                continue
+            if [gradient._indices().data_ptr(), gradient._values().data_ptr()] == addresses:
                 gradient._coalesced_(True)
 
     torch.autograd.Variable._execution_engine.queue_callback(mark)

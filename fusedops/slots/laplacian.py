@@ -239,16 +239,17 @@ def _second_difference(u: Tensor, first_axis: int, axis: int, h: float, order: i
 
 
 _around: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The nodes of points' grids with their halo, beside the grid: training takes the same points at every step."""
+"""The nodes of points' grids with their halo, beside what they follow from: training takes the same ones every step."""
 
 
 def _nodes_around(grid: Grid, spatial: int, x: Tensor) -> Tensor:
     """The nodes x of a grid and the halo around them, remembered as long as x lives."""
     if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return grid.nodes(spatial, x.device, x.dtype, grid.order // 2)
-    known = _around.get(x)
-    if known is None or known[0] != grid:
-        known = _around[x] = grid, grid.nodes(spatial, x.device, x.dtype, grid.order // 2)
+    known, origin = _around.get(x), (grid, spatial, x.device, x.dtype)
+    if known is None or known[0] != origin:
+        with torch.inference_mode(False):  # a later step may need a gradient
+            known = _around[x] = origin, grid.nodes(spatial, x.device, x.dtype, grid.order // 2)
     return known[1]
 
 

@@ -187,6 +187,16 @@ def test_the_operator_computes_what_the_slices_do() -> None:
 
 
 @differences
+def test_training_goes_on_after_inference(name: str) -> None:
+    grid = Grid((3, 4, 5), (0.1, 0.2, 0.3), (0.0, 0.5, 1.0))
+    network, points = Perceptron(3, 3), Points(grid.nodes(3, CPU, torch.float64), grid)
+    with torch.inference_mode():
+        call(name)(network, points)
+    call(name)(network, points).laplacian.sum().backward()
+    assert network.layers[0].weight.grad is not None
+
+
+@differences
 @torch.no_grad()  # a graph would keep the nodes
 def test_points_may_be_another_grids_next(name: str) -> None:
     """The nodes around points are remembered: not beyond the grid that they were given with, nor beyond the points."""
@@ -198,6 +208,7 @@ def test_points_may_be_another_grids_next(name: str) -> None:
     assert not torch.equal(call(name)(network, Points(x, other)).laplacian, first.laplacian)
     for part, expected in zip(call(name)(network, Points(x, grid)), first, strict=True):
         assert torch.equal(part, expected)
+    assert not torch.equal(laplacian._nodes_around(grid, 2, x), laplacian._nodes_around(grid, 3, x))
     of_points = weakref.ref(laplacian._around[x][1])
     del x
     assert of_points() is None

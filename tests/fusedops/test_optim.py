@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fusedops
 from fusedops import optim
 
 STEPS = 50
@@ -245,3 +246,35 @@ def test_options_out_of_range_are_refused(make: Callable[[list[nn.Parameter]], A
 
 def load(ours: torch.optim.Optimizer, stock: torch.optim.Optimizer) -> None:
     ours.load_state_dict(stock.state_dict())
+
+
+def test_a_hook_that_merges_rows_is_seen() -> None:
+    """A gradient is marked as coalesced only where it is the one that was made."""
+    table = torch.nn.Parameter(torch.zeros(6, 1, dtype=torch.float64))
+    table.register_hook(lambda g: torch.sparse_coo_tensor(g._indices() // 2 * 2, g._values(), g.shape))
+    optimizer = optim.SGD([table], lr=1.0)
+    fusedops.embedding_aggregation([table], torch.tensor([0, 1, 2, 3]), torch.tensor([0, 4])).sum().backward()
+    optimizer.step()
+    assert table.flatten().tolist() == [-2, 0, -2, 0, 0, 0]
+
+
+def test_a_refused_group_is_not_kept() -> None:
+    first, second = (torch.nn.Parameter(torch.zeros(4, 2)) for _ in range(2))
+    optimizer = optim.RowWiseAdagrad([first])
+    for group in ({"params": [second], "lr": -1.0}, {"params": [torch.nn.Parameter(torch.zeros(4))]}):
+        with pytest.raises(
+            ValueError, match=r"RowWiseAdagrad: (lr=-1.0: must be|a parameter has shape \(4,\); allowed)"
+        ):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == 1 and list(optimizer.state) == [first]
+
+
+def test_steps_of_an_older_stock_state_are_numbers() -> None:
+    table = torch.nn.Parameter(torch.ones(4, 2))
+    optimizer = optim.Adagrad([table])
+    state = optimizer.state_dict()
+    state["state"][0]["step"] = 3
+    optimizer.load_state_dict(state)
+    table.grad = torch.sparse_coo_tensor([[1]], [[1.0, 1.0]], (4, 2))
+    optimizer.step()
+    assert float(optimizer.state[table]["step"]) == 4

@@ -107,3 +107,23 @@ def test_reading_that_is_given_up_ends_the_interpreter_well(tmp_path: Path) -> N
         command = [sys.executable, "-c", program, str(path)]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
         assert (result.returncode, result.stdout, result.stderr) == (0, "30\n", "")
+
+
+def test_a_column_that_is_not_there_is_named(path: Path) -> None:
+    with (
+        opened(path) as file,
+        pytest.raises(ValueError, match="no column texts; there are unread, text, number"),
+    ):
+        next(tables(file, ["texts"], 2))
+
+
+def test_fewer_rows_than_the_file_says_are_no_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow ends in silence where a file is written over while it is read."""
+    batches = parquet.ParquetFile.iter_batches
+
+    def some(*args: Any, **kwargs: Any) -> Any:
+        yield next(batches(*args, **kwargs))
+
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", some)
+    with pytest.raises(ValueError, match=r"s3:.*cannot be read: the last \d+ rows are missing"), opened(path) as file:
+        list(tables(file, ["text"], 4))
