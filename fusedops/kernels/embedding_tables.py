@@ -185,14 +185,12 @@ def load_rows(table, offset, mask, columns, D: tl.constexpr, ALIGNED: tl.constex
     mask = mask[:, None]
     if D // BLOCK_D * BLOCK_D != D:
         mask = mask & (columns[None, :] < D)
-    value = tl.load(pointers, mask=mask, other=0.0)
-    if value.dtype != tl.float64:
-        value = value.to(tl.float32)
-    return value
+    return to_computing(tl.load(pointers, mask=mask, other=0.0))
 
 
 @triton.jit
 def to_computing(value):
+    """In the dtype of sums."""
     if value.dtype != tl.float64:
         value = value.to(tl.float32)
     return value

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
 
 from fusedops import embedding_aggregation
-
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-
-
-def random_bags(features: int, batch: int, most: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Raw ids over the whole of int64 and offsets of bags, empty ones among them."""
-    lengths = torch.randint(0, most + 1, (features * batch,))
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    ids = torch.randint(INT64_MIN, INT64_MAX, (int(offsets[-1]),))
-    return ids.to(device), offsets.to(device)
-
-
-def random_tables(rows: Sequence[int], width: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    return [torch.randn(n, width, device=device, dtype=dtype).requires_grad_() for n in rows]
+from tests.fusedops.embedding import random_bags, random_tables
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

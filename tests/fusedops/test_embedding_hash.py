@@ -9,8 +9,7 @@ import torch
 
 from fusedops import embedding_aggregation
 from fusedops.operators.embedding_hash import HASHES, rows_of_ids
-
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+from tests.fusedops.embedding import INT64_MAX, INT64_MIN
 
 
 def exact_row(i: int, rows: int, hash: str) -> int:
